@@ -1,9 +1,9 @@
-"""Attention over several GPUs of one host beside one GPU on its share, and beside torch's own context_parallel.
+"""Attention over several GPUs of one host beside one GPU on its share, and beside the ways of others.
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 benchmarks/context_parallel.py --json report.json [--quick]
 
-``--short`` is about short shards: 32k tokens, with ulysses by peer memory and by messages, torch beside what ``auto``
-takes, and the ring alone at 128k with 16 heads.
+``--short`` is about what ``auto`` takes, beside torch and ring-flash-attn (``context_peers.py``): 32k tokens, with
+ulysses by peer memory and by messages, then 128k with the ring alone. The report is written anew as each part ends.
 
 Every rank also runs the whole problem alone, all at once, so that clocks are the same: an efficiency is the time
 of one GPU over ranks times that of all. A round measures each way once, in an order of its own; a time is the median
@@ -18,19 +18,20 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from context_peers import ROTATIONS, Peer, ring_flash_attns, torchs_own, why_no_ring_flash_attn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn import functional
 
 from hopper_attention import flash_attn_fp8_func, flash_attn_func
 from hopper_attention.distributed import (
@@ -40,9 +41,11 @@ from hopper_attention.distributed import (
     ulysses,
     unshard_sequence,
 )
-from hopper_attention.distributed.auto import ULYSSES
+from hopper_attention.distributed.auto import RING, ULYSSES
 from hopper_attention.distributed.exchange import Ranks
-from hopper_attention.distributed.heads import MessageExchange
+from hopper_attention.distributed.heads import HeadExchange, MessageExchange
+from hopper_attention.distributed.peers import PeerMemory, share_memory
+from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange
 from hopper_attention.experiments.bench.machine import (
     ClockSampler,
     describe_machine,
@@ -57,8 +60,9 @@ from hopper_attention.reference import attention_naive
 
 HEAD_DIM = 128
 METHODS = ("ring", "all_gather", "ulysses")
-BY_MESSAGES = "ulysses by messages"
-SHORT_METHODS = ("ring", "ulysses", BY_MESSAGES)
+BY_MESSAGES, WRITTEN = "ulysses by messages", "ulysses, gradients written"
+LEAST_MEMORY = "ring, least memory"
+SHORT_METHODS = ("auto", "ring", LEAST_MEMORY, "ulysses", BY_MESSAGES, WRITTEN)
 LONG = 131_072
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -100,6 +104,11 @@ class Setting:
     rounds: int
     margins: tuple[int, ...] = ()
     is_short: bool = False
+    only: tuple[str, ...] = ()
+
+    def wants(self, *ways: str) -> bool:
+        """Whether one of these ways is to be measured."""
+        return not self.only or any(way in self.only for way in ways)
 
     def methods(self, shape: Shape) -> tuple[str, ...]:
         """What runs a shape."""
@@ -111,12 +120,16 @@ class Setting:
         """What runs a forward pass in FP8."""
         if not self.is_short:
             return ("ring",)
-        return ("ring", "ulysses") if shape.seqlen < LONG else ()
+        return ("ring", "ulysses") if shape.seqlen < LONG else ("ring",)
 
     @property
-    def beside_torch(self) -> str:
-        """The method that takes turns with torch's."""
+    def beside_peers(self) -> str:
+        """The method that takes turns with those of others."""
         return "auto" if self.is_short else "ring"
+
+    def rounds_of(self, shape: Shape) -> int:
+        """Long shapes vary less, and take long."""
+        return min(self.rounds, 3) if self.is_short and shape.seqlen >= LONG else self.rounds
 
     @property
     def on_gpu(self) -> bool:
@@ -174,8 +187,55 @@ def messages_only() -> Iterator[None]:
         ulysses.exchange_for = chosen
 
 
+@dataclass(frozen=True)
+class OwnMemory:
+    """Gradients of heads that nobody reads where they are made."""
+
+    tensors: tuple[Tensor, ...]
+    layout: str
+
+
+class WrittenExchange(PushedExchange):
+    """Gradients are written into the memory of those that want them too, and copied out of it."""
+
+    def offer(self, like: Sequence[Tensor], layout: str) -> Any:
+        return OwnMemory(tuple(x.new_empty(x.shape) for x in like), layout)
+
+    def take_rows(self, offered: Any) -> list[Tensor]:
+        return self.to_rows(offered.tensors, offered.layout)
+
+
+@lru_cache(maxsize=1)
+def written_exchange(ranks: Ranks, device: torch.device) -> HeadExchange:
+    """With a memory of its own; messages where there is none."""
+
+    def make(nbytes: int) -> PeerMemory:
+        made = share_memory(ranks, device, nbytes)
+        assert not isinstance(made, str)
+        return made
+
+    found = share_memory(ranks, device, LEAST_BYTES)
+    return MessageExchange(ranks) if isinstance(found, str) else WrittenExchange(ranks, found, make)
+
+
+@contextmanager
+def gradients_written() -> Iterator[None]:
+    """Ulysses as if ranks did not read of each other."""
+    chosen = ulysses.exchange_for
+    ulysses.exchange_for = lambda ranks, nbytes, device: written_exchange(ranks, device)
+    try:
+        yield
+    finally:
+        ulysses.exchange_for = chosen
+
+
+VARIANTS = {BY_MESSAGES: messages_only, WRITTEN: gradients_written}
+
+
 def ours(s: Setting, method: str, **options: Any) -> Callable[..., Tensor]:
-    name, carried = (ULYSSES, messages_only) if method == BY_MESSAGES else (method, nullcontext)
+    name, carried = (ULYSSES, VARIANTS[method]) if method in VARIANTS else (method, nullcontext)
+    if method == LEAST_MEMORY:
+        name, options = RING, options | {"memory": "least"}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with carried():
@@ -214,32 +274,10 @@ def cells_of(s: Setting, shape: Shape, kinds: tuple[str, ...]) -> dict[str, Cell
         for method in methods_of_fp8:
             of_fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
             found[f"{method} FP8, forward"] = Cell(FORWARD, forward(of_fp8, local))
-    return found
-
-
-@contextmanager
-def torchs_own(s: Setting, whole: list[Tensor], rotate: str, backend: str) -> Iterator[Run]:
-    """Forward and backward of torch's context_parallel, with the SDPA of a backend."""
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    set_rotate_method(rotate)
-    group = whole[0].shape[2] // whole[1].shape[2]
-    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in whole)
-    # Its ring knows no groups of heads; what it costs to make K and V of as many heads as Q is not timed.
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    with (
-        context_parallel(s.mesh, buffers=[q, k, v, dout], buffer_seq_dims=[2] * 4),
-        sdpa_kernel(getattr(SDPBackend, backend)),
-    ):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-        def run() -> list[Tensor]:
-            out = functional.scaled_dot_product_attention(*leaves, is_causal=True)
-            return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-        yield run
+    wanted = [way for way in found if s.wants(way)]
+    # One GPU is what efficiency is over.
+    beside = {f"one GPU{' FP8' * (' FP8' in way)}, {found[way].kind}" for way in wanted}
+    return {way: cell for way, cell in found.items() if way in wanted or way in beside}
 
 
 def largest(s: Setting, value: float) -> float:
@@ -270,8 +308,11 @@ def measure(s: Setting, cell: Cell) -> None:
 
 
 def warm_up(s: Setting, cell: Cell) -> None:
-    """Compile and connect; then the memory that a call needs beside what was there, results included, and theirs."""
-    cell.result_bytes = sum(x.numel() * x.element_size() for x in cell.run())
+    """Compile and connect; then the memory that a call needs beside what was there, results included, and theirs.
+
+    It is that of the third call: the second is the last one that is not known to be made again."""
+    for _ in range(2):
+        cell.result_bytes = sum(x.numel() * x.element_size() for x in cell.run())
     s.wait()
     dist.barrier()
     if s.on_gpu:
@@ -287,7 +328,7 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
     cells = cells_of(s, shape, kinds)
     for cell in cells.values():
         warm_up(s, cell)
-    for number in range(s.rounds):
+    for number in range(s.rounds_of(shape)):
         # What ran just before is worth as much as a method: each round has another order, the same on all ranks.
         for cell in Random(number).sample(list(cells.values()), len(cells)):
             measure(s, cell)
@@ -302,35 +343,47 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
     return rows
 
 
-def play_torch(
-    s: Setting, shape: Shape, backends: tuple[str, ...], sampler: ClockSampler
-) -> list[dict[str, Any]]:
-    """Torch's context_parallel in turns with one of our methods; what it cannot do is in the report."""
+def play_peers(s: Setting, shape: Shape, peers: list[Peer], sampler: ClockSampler) -> list[dict[str, Any]]:
+    """Each peer in turns with one of our methods; what it cannot do is in the report."""
     whole = shape.tensors(s.device, s.dtype)
     local = [shard_sequence(x, s.mesh) for x in whole]
-    mine = Cell(BOTH, both(ours(s, s.beside_torch), local))
+    mine = Cell(BOTH, both(ours(s, s.beside_peers), local))
     warm_up(s, mine)
     rows = []
-    for backend in backends:
-        for rotate in ("allgather", "alltoall"):
-            name = f"torch context_parallel, {rotate}, {backend}"
-            try:
-                with torchs_own(s, whole, rotate, backend) as run:
-                    cell = Cell(BOTH, run)
-                    warm_up(s, cell)
-                    mine.seconds.clear()
-                    for _ in range(s.rounds):
-                        measure(s, cell)
-                        measure(s, mine)
-            except (RuntimeError, NotImplementedError) as error:
-                rows.append({"shape": shape.name, "way": name, "kind": BOTH, "unavailable": str(error)[:200]})
-                continue
-            row = row_of(s, shape, name, cell, sampler)
-            row["ours"] = s.beside_torch
-            row["ours_seconds"] = statistics.median(mine.seconds)
-            row["ours_over_it"] = row["seconds"] / row["ours_seconds"]
-            rows.append(row)
+    for peer in peers:
+        try:
+            with peer.prepare(s.mesh, whole, local) as run:
+                cell = Cell(BOTH, run)
+                warm_up(s, cell)
+                mine.seconds.clear()
+                for _ in range(s.rounds_of(shape)):
+                    measure(s, cell)
+                    measure(s, mine)
+        except (ImportError, RuntimeError, NotImplementedError) as error:
+            rows.append(
+                {"shape": shape.name, "way": peer.name, "kind": BOTH, "unavailable": str(error)[:200]}
+            )
+            continue
+        row = row_of(s, shape, peer.name, cell, sampler)
+        row["ours"] = s.beside_peers
+        row["ours_seconds"] = statistics.median(mine.seconds)
+        row["ours_over_it"] = row["seconds"] / row["ours_seconds"]
+        rows.append(row)
     return rows
+
+
+def peers_of(s: Setting, shape: Shape, without_torch: bool) -> list[Peer]:
+    """Those that are measured beside ours."""
+    backends = ("CUDNN_ATTENTION", "FLASH_ATTENTION") if s.on_gpu else ("FLASH_ATTENTION",)
+    rotations, rings = ROTATIONS, [] if why_no_ring_flash_attn() else ring_flash_attns()
+    if s.is_short:
+        # FlashAttention-2 took half as long again in every shape.
+        backends = backends[:1]
+    if s.is_short and shape.seqlen >= LONG:
+        # They take long: of each the one that should be the fastest, and ring-flash-attn as it is published.
+        rotations, rings = rotations[:1], list(dict.fromkeys((*rings[:1], *rings[-1:])))
+    found = rings if without_torch else rings + torchs_own(backends, rotations)
+    return [peer for peer in found if s.wants(peer.name)]
 
 
 def row_of(s: Setting, shape: Shape, name: str, cell: Cell, sampler: ClockSampler) -> dict[str, Any]:
@@ -365,13 +418,17 @@ def errors(s: Setting, shape: Shape) -> list[dict[str, Any]]:
     local = [shard_sequence(x, s.mesh) for x in whole]
     ways = {"one GPU": both(one_gpu, whole)()}
     for method in s.methods(shape):
-        parts = both(ours(s, method), local)()
-        ways[method] = [unshard_sequence(x, s.mesh) for x in parts]
+        if s.wants(f"{method}, {FORWARD}", f"{method}, {BOTH}"):
+            ways[method] = [unshard_sequence(x, s.mesh) for x in both(ours(s, method), local)()]
+    for peer in peers_of(s, shape, without_torch=True):
+        with suppress(RuntimeError), peer.prepare(s.mesh, whole, local) as run:
+            ways[peer.name] = [unshard_sequence(x, s.mesh) for x in run()]
     with torch.no_grad():
         ways["one GPU FP8"] = [one_gpu_fp8(*whole[:3])]
         for method in s.methods_of_fp8(shape):
-            fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
-            ways[f"{method} FP8"] = [unshard_sequence(fp8(*local[:3]), s.mesh)]
+            if s.wants(f"{method} FP8, forward"):
+                fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
+                ways[f"{method} FP8"] = [unshard_sequence(fp8(*local[:3]), s.mesh)]
     return differences(shape, ways, exact)
 
 
@@ -418,9 +475,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--json", type=Path, help="where the report goes")
     parser.add_argument("--quick", action="store_true", help="32k tokens of 16 heads and few rounds")
-    parser.add_argument("--short", action="store_true", help="short shards, and what carries them")
+    parser.add_argument(
+        "--short", action="store_true", help="what auto takes beside others, short shards first"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=[131_072, 32_768], help="of the shapes")
-    parser.add_argument("--without-torch", action="store_true", help="leave torch's own context_parallel out")
+    parser.add_argument("--without-torch", action="store_true", help="leave torch's context_parallel out")
+    parser.add_argument("--heads", nargs="+", default=["16,16", "32,8"], help="of Q and of K and V")
+    parser.add_argument("--only", nargs="+", default=[], help="ways of these names, and one GPU beside them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--margins", default="8", help="numbers of SMs to leave to transfers, to try beside 0"
@@ -432,34 +493,34 @@ def main(arguments: list[str]) -> int:
     rounds = 3 if options.quick else options.rounds
     margins = tuple(int(n) for n in options.margins.split(",") if n) if on_gpu else ()
     margins = () if options.short else margins
-    s = Setting(device, torch.bfloat16, mesh, rounds, margins, options.short)
-    shapes = [Shape(n, h, hk) for n in options.tokens for h, hk in ((16, 16), (32, 8))]
+    s = Setting(device, torch.bfloat16, mesh, rounds, margins, options.short, tuple(options.only))
+    heads = [tuple(map(int, pair.split(","))) for pair in options.heads]
+    shapes = [Shape(n, *pair) for n in options.tokens for pair in heads]
     shapes = [Shape(32_768, 16, 16)] if options.quick else shapes
     if options.short:
-        shapes = [Shape(32_768, 16, 16), Shape(32_768, 32, 8)]
-        shapes += [Shape(LONG, 16, 16)] if LONG in options.tokens else []
+        shapes.sort(key=lambda shape: shape.seqlen)
     shapes = shapes if on_gpu else [Shape(256, 4, 2, 64)]
     of_errors = Shape(4096, 4, 2) if on_gpu else Shape(256, 4, 2, 64)
-    backends = ("CUDNN_ATTENTION", "FLASH_ATTENTION") if on_gpu else ("FLASH_ATTENTION",)
     gauge = find_gauge(str(device))
     rows: list[dict[str, Any]] = []
     carried = carrier(s)
+    about = describe(device, gauge, shapes) | {"ulysses_by": carried.name}
     with ClockSampler(gauge) as sampler:
         found_errors = errors(s, of_errors)
         for shape in shapes:
             rows += play(s, shape, (FORWARD, BOTH), sampler)
-            if s.is_short:
+            # Rooms grow with what is exchanged; short shapes come first.
+            about[f"room_bytes_after_{shape.name}"] = room_bytes(carried)
+            if s.is_short and shape.seqlen < LONG and not s.only:
                 found_errors += beside_one_gpu(s, shape)
-            if not options.without_torch and not (s.is_short and shape.seqlen >= LONG):
-                rows += play_torch(s, shape, backends, sampler)
+            save(options, s, rows, found_errors, about)
+            rows += play_peers(s, shape, peers_of(s, shape, options.without_torch), sampler)
+            save(options, s, rows, found_errors, about)
             if dist.get_rank() == 0:
                 show([row for row in rows if row["shape"] == shape.name])
     if dist.get_rank() == 0:
         show_errors(found_errors)
-        print("ulysses by", carried, flush=True)
-        if options.json:
-            about = describe(device, gauge, shapes) | {"ulysses_by": carried}
-            write_text(options.json, report(options.commit, s, rows, found_errors, about))
+        print("ulysses by", carried.name, "in a room of", room_bytes(carried), "bytes", flush=True)
     dist.destroy_process_group()
     return 0
 
@@ -479,9 +540,14 @@ def describe(device: torch.device, gauge: Any, shapes: list[Shape]) -> dict[str,
     return {"ranks": ranks, "machine": describe_machine(str(device), gauge) | {"nccl": nccl}, "auto": plans}
 
 
-def carrier(s: Setting) -> str:
+def carrier(s: Setting) -> HeadExchange:
     """What carries the heads of ulysses between short shards. All ranks ask together."""
-    return ulysses.exchange_for(Ranks.of(s.mesh.get_group(0)), 1, s.device).name
+    return ulysses.exchange_for(Ranks.of(s.mesh.get_group(0)), 1, s.device)
+
+
+def room_bytes(carried: HeadExchange) -> int:
+    """Of the memory that a group keeps beside what calls take; it is not in ``extra_bytes``."""
+    return carried.memory.nbytes if isinstance(carried, PushedExchange) else 0
 
 
 def report(
@@ -501,6 +567,12 @@ def report(
         "errors": found_errors,
     }
     return dump_rows(head, "cells", rows)
+
+
+def save(options: argparse.Namespace, s: Setting, *found: Any) -> None:
+    """The report so far."""
+    if options.json and dist.get_rank() == 0:
+        write_text(options.json, report(options.commit, s, *found))
 
 
 def show(rows: list[dict[str, Any]]) -> None:

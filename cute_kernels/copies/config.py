@@ -18,15 +18,27 @@ TILE = THREADS * VECTORS_A_THREAD
 """Vectors of a CTA."""
 
 MOST_COPIES = 32
+"""Pieces of all sources of a launch."""
 
 
 @dataclass(frozen=True)
 class CopiesConfig:
-    """Everything that is fixed when the kernel is compiled: how many copies it makes, and their dtype."""
+    """Everything that is fixed when the kernel is compiled: of how many tensors it copies how many pieces each, their
+    dtype, and which way.
+
+    ``gathers``: what ``targets`` hold goes into the pieces of the ``sources``, and not the other way round.
+    """
 
     arch: str
     dtype: str
-    copies: int
+    sources: int
+    pieces: int
+    gathers: bool = False
+
+    @property
+    def copies(self) -> int:
+        """Of a launch."""
+        return self.sources * self.pieces
 
     @property
     def smem_bytes(self) -> int:
@@ -36,12 +48,14 @@ class CopiesConfig:
     @property
     def name(self) -> str:
         """Unique among kernels."""
-        return f"copies_{self.arch}_{SHORT_NAMES[self.dtype]}_{self.copies}"
+        way = "_gathers" if self.gathers else ""
+        return f"copies_{self.arch}_{SHORT_NAMES[self.dtype]}_{self.sources}x{self.pieces}{way}"
 
 
 def validate_copies_config(config: CopiesConfig) -> None:
     """Raise ValueError for a config that no kernel can be built from."""
     if config.dtype not in DTYPES:
         raise ValueError(f"dtype is {config.dtype!r}, allowed: {', '.join(map(repr, DTYPES))}")
-    if not 1 <= config.copies <= MOST_COPIES:
-        raise ValueError(f"copies is {config.copies}, allowed: 1 to {MOST_COPIES}")
+    if min(config.sources, config.pieces) < 1 or config.copies > MOST_COPIES:
+        given = f"sources is {config.sources} and pieces {config.pieces}"
+        raise ValueError(f"{given}, allowed: 1 or more, and {MOST_COPIES} copies at most")

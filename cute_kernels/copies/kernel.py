@@ -1,8 +1,8 @@
-"""Copies several tensors of 16 bits in one launch, here or in the memory of other GPUs."""
+"""Copies pieces of several tensors of 16 bits in one launch, here, into the memory of other GPUs or out of it."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from cute_kernels.copies.config import (
     THREADS,
@@ -22,27 +22,39 @@ class CopiesKernel:
 
     def __init__(self, config: CopiesConfig):
         validate_copies_config(config)
-        self.copies, self.dtype = config.copies, DSL_DTYPES[config.dtype]
+        self.sources, self.pieces, self.copies = config.sources, config.pieces, config.copies
+        self.dtype, self.gathers = DSL_DTYPES[config.dtype], config.gathers
 
     @cute.jit
-    def __call__(self, *tensors_ctas_and_stream):
-        """Launch: targets, as many sources, all (a, b, n, w), the most CTAs of a copy, and the stream."""
-        *tensors, most_ctas, stream = tensors_ctas_and_stream
+    def __call__(self, *arguments):
+        """Launch: sources, targets, the places of their pieces, the most CTAs of a copy, and the stream."""
+        *given, most_ctas, stream = arguments
+        targets = tuple(given[self.sources :][: self.copies])
         most = Int32(0)
         for i in cutlass.range_constexpr(self.copies):
-            most = maximum(most, self._vectors(tensors[i]))
-        self.kernel(tuple(tensors)).launch(
+            most = maximum(most, self._vectors(targets[i]))
+        self.kernel(tuple(given[: self.sources]), targets, tuple(given[self.sources + self.copies :])).launch(
             grid=(minimum(ceil_div(most, TILE), most_ctas), self.copies, 1),
             block=(THREADS, 1, 1),
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tensors: tuple):
+    def kernel(self, sources: tuple, targets: tuple, places: tuple):
         copy = cute.arch.block_idx()[1]
         for i in cutlass.range_constexpr(self.copies):
             if copy == i:
-                self._copy(tensors[i], tensors[self.copies + i])
+                piece = self._piece(sources[i // self.pieces], targets[i], places[2 * i], places[2 * i + 1])
+                if cutlass.const_expr(self.gathers):
+                    self._copy(piece, targets[i])
+                else:
+                    self._copy(targets[i], piece)
+
+    def _piece(self, source: cute.Tensor, target: cute.Tensor, first: Int64, step: Int64) -> cute.Tensor:
+        """Of a source what goes to ``target``, or comes from it, of its shape."""
+        first, step = (cute.assume(x, divby=VECTOR) for x in (first, step))
+        strides = source.stride[0], step, source.stride[1], 1
+        return cute.make_tensor(source.iterator + first, cute.make_layout(target.shape, stride=strides))
 
     @cute.jit
     def _copy(self, target: cute.Tensor, source: cute.Tensor):

@@ -72,7 +72,8 @@ def compile_for_ranks(dtype: str, head_dim: int) -> None:
     merges = [MergeConfig("sm_90a", dtype, in_float32) for in_float32 in (True, False)]
     additions = [AdditionConfig("sm_90a", dtype, parts) for parts in PARTS]
     # One tensor, or three, to each of two, three or four ranks.
-    copies = [CopiesConfig("sm_90a", dtype, ranks * tensors) for ranks in (2, 3, 4) for tensors in (1, 3)]
+    kinds = (1, False), (3, False), (3, True)
+    copies = [CopiesConfig("sm_90a", dtype, n, ranks, gathers) for ranks in (2, 3, 4) for n, gathers in kinds]
     compile_together([*wanted, *merges, *additions, *copies])
 
 

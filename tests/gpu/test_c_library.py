@@ -6,10 +6,14 @@ It takes the library that CMake built in ``build``, or links one with the compil
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
 import statistics
+import subprocess
 import threading
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,6 +263,19 @@ def test_errors_on_a_gpu(library: Library, draw) -> None:
     thread.join()
     ((status, message),) = found
     assert status == c.NO_DEVICE and "no CUDA context is current on this thread" in message
+
+
+def test_the_program_of_one_page_finds_its_result_right(library: Library, tmp_path: Path) -> None:
+    nvcc, path = shutil.which("nvcc"), Path(library.c._name)
+    if not nvcc:
+        pytest.skip("no nvcc here, and the program takes memory and copies from the CUDA runtime")
+    program, source = tmp_path / "attention", c.ROOT / "examples" / "cpp" / "attention.cpp"
+    command = [nvcc, "-std=c++17", "-I", str(c.INCLUDE), str(source), str(path), "-o", str(program)]
+    subprocess.run(command, check=True, timeout=120)
+    found = os.environ | {"LD_LIBRARY_PATH": f"{path.parent}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+    done = subprocess.run([str(program)], env=found, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("hopper_fwd_fp16_d128_causal")
 
 
 def test_host_time_of_a_call(library: Library, draw) -> None:

@@ -64,6 +64,15 @@ def test_heads_are_written_into_the_memory_of_peers(pool: Pool) -> None:
             pytest.skip(f"GPUs of this machine do not share memory: {found[0]}")
 
 
+def test_calls_that_are_alike_write_what_the_first_one_wrote(pool: Pool) -> None:
+    for is_right, plans in pool(2, "attend_again_on_gpus", 6):
+        assert is_right
+        if plans == 0:
+            pytest.skip("GPUs of this machine do not share memory")
+        # What each of the first two calls sends: Q, K and V, the output, and its gradient.
+        assert plans == 6
+
+
 def test_heads_go_by_messages_where_a_call_has_a_timeout(pool: Pool) -> None:
     case = Case(2, "ulysses", {"causal": True, "timeout": 30.0}, seqlen=384, seqlen_k=384, has_sinks=True)
     compare(case, pool(2, "attend", case), in_one_process(case), BUDGET)

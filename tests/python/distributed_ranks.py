@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hopper_attention.distributed import (
+    api,
     attention_interface,
     context_parallel_attention,
     ring,
@@ -37,10 +36,11 @@ from hopper_attention.distributed import (
 from hopper_attention.distributed import peers as peers_module
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
-from hopper_attention.distributed.peers import PeerMemory
 from hopper_attention.distributed.pushed import PushedExchange, bytes_for
 from hopper_attention.distributed.schedule import Schedule
+from hopper_attention.launch import copies
 from hopper_attention.quantized import Fp8Quantization
+from tests.python.file_memory import FileMemory, copies_by_torch
 
 WORLD = 8
 SIZES = (2, 3, 4, 8)
@@ -139,42 +139,10 @@ def attend_with_kernels(case: Case, schedule: Schedule | None = None) -> tuple[d
 def attend_by(case: Case, schedule: Schedule) -> dict[str, np.ndarray]:
     """``attend`` with a schedule of the ring for both passes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "fp8_parts", lambda problem, sizes: schedule.parts)
-        patch.setattr(ring, "forward_schedule", lambda problem, sizes: schedule)
-        patch.setattr(ring_backward, "backward_schedule", lambda problem, sizes: schedule)
+        patch.setattr(wire, "fp8_parts", lambda *sizes: schedule.parts)
+        patch.setattr(ring, "forward_schedule", lambda *sizes: schedule)
+        patch.setattr(ring_backward, "backward_schedule", lambda *sizes: schedule)
         return attend(case)
-
-
-class FileMemory(PeerMemory):
-    """Files that all ranks map, in place of memory of GPUs. Ranks are late at random, once they have met."""
-
-    def __init__(self, ranks: Ranks, folder: str, nbytes: int) -> None:
-        self.ranks = ranks
-        self.nbytes = nbytes
-        name = "-".join(map(str, [*dist.get_process_group_ranks(ranks.group), nbytes]))
-        paths = [Path(folder) / f"{name}-of-{rank}" for rank in range(ranks.size)]
-        paths[ranks.rank].write_bytes(bytes(nbytes))
-        dist.barrier(ranks.group)
-        self.buffers = [
-            torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths
-        ]
-
-    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-        room = self.buffers[rank][offset : offset + math.prod(shape) * dtype.itemsize]
-        return room.view(dtype).view(shape)
-
-    def begin(self) -> None:
-        pass
-
-    def meet(self) -> None:
-        dist.barrier(self.ranks.group)
-        time.sleep(random.uniform(0, 2e-3))
-
-    def launch_aside(self, launch: Callable[[], None]) -> Any:
-        launch()
-
-    def wait(self, copies: Any) -> None:
-        pass
 
 
 def writes_to_files(ranks: Ranks, folder: str, nbytes: int = bytes_for(1 << 14)) -> PushedExchange:
@@ -198,6 +166,100 @@ def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray
         return attend(case), len(turns)
 
 
+def rows_like(kind: str) -> list[Tensor]:
+    """q, k and v of some rows, of two ranks, and a gradient of the output, of new values."""
+    dtype = torch.bfloat16 if kind == "dtype" else DTYPE
+    shape = 1, 8 if kind == "shape" else 4, 4, 16
+    q, k, v, dout = (torch.randn(shape).to(dtype) for _ in range(4))
+    if kind == "strides":
+        q = torch.stack([q, q], 2)[:, :, 1]
+    if kind == "misaligned":
+        q = torch.cat([torch.zeros(1, dtype=dtype), q.flatten()])[1:].view(shape)
+    return [*(x.requires_grad_(kind != "no gradient") for x in (q, k, v)), dout]
+
+
+def call_again(kind: str, folder: str) -> list[tuple[int, int, int]]:
+    """Of a call like those before, and of one of another kind: requests, plans of an exchange, and views that it made.
+
+    Raises where its results are not those of messages.
+    """
+    counts = {"make_request": 0, "_sending": 0, "as_strided": 0}
+    exchanges: dict[str, PushedExchange] = {}
+
+    def count(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*given: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return original(*given, **options)
+
+        patch.setattr(owner, name, counted)
+
+    def find(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PushedExchange:
+        return exchanges.setdefault(
+            group.group_name, writes_to_files(ranks, f"{folder}/{len(exchanges)}", 1 << 14)
+        )
+
+    def call(kind: str, tensors: list[Tensor]) -> list[Tensor]:
+        *qkv, dout = tensors
+        group = other if kind == "group" else groups()[2]
+        options = {"causal": kind != "options", "layout": "contiguous" if kind == "layout" else "zigzag"}
+        out = context_parallel_attention(*qkv, group, method="ulysses", **options)
+        return [out.detach(), *(torch.autograd.grad(out, qkv, dout) if out.requires_grad else ())]
+
+    other = dist.new_group([0, 1], use_local_synchronization=True)
+    for n in range(2):
+        Path(folder, str(n)).mkdir(exist_ok=True)
+    found = []
+    for kind_now in (*["like"] * 4, kind):
+        tensors = rows_like(kind_now)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ulysses, "_pushes_between", find)
+            patch.setattr(copies, "find", copies_by_torch)
+            patch.setattr(copies, "current_device", lambda: 0)
+            for owner, name in ((api, "make_request"), (PushedExchange, "_sending"), (Tensor, "as_strided")):
+                count(patch, owner, name)
+            before = list(counts.values())
+            results = call(kind_now, tensors)
+        found.append(tuple(b - a for a, b in zip(before, counts.values(), strict=True)))
+        # By messages.
+        assert all(map(torch.equal, results, call(kind_now, tensors)))
+    return found[-2:]
+
+
+def layers_by_peer_memory(folder: str) -> bool:
+    """Whether layers whose forward passes come before their backward passes, of two groups in turns and with a pass
+    without gradients between them, have the bits of messages."""
+    exchanges: dict[str, PushedExchange] = {}
+    groups_of_layers = groups()[2], dist.new_group([0, 1], use_local_synchronization=True)
+    Path(folder).mkdir(exist_ok=True)
+
+    def find(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PushedExchange:
+        of_group = Path(folder, str(len(exchanges)))
+        of_group.mkdir(exist_ok=True)
+        return exchanges.setdefault(group.group_name, writes_to_files(ranks, str(of_group), 1 << 13))
+
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        *leaves, dout = tensors
+        x, outs = leaves[0], []
+        for number in range(4):
+            of_layer = groups_of_layers[number % 2]
+            outs.append(context_parallel_attention(x, *leaves[1:], of_layer, method="ulysses", causal=True))
+            x = x + outs[-1]
+            with torch.no_grad():
+                outs.append(context_parallel_attention(x, x, x, of_layer, method="ulysses"))
+        return [*outs, *torch.autograd.grad(x, leaves, dout, retain_graph=True)]
+
+    is_right = []
+    for kind in ("like", "shape", "like"):
+        tensors = rows_like(kind)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ulysses, "_pushes_between", find)
+            found = run(tensors)
+        is_right += map(torch.equal, found, run(tensors))
+    return all(is_right)
+
+
 def there_and_back(exchange: HeadExchange, rows: list[Tensor], layout: str) -> list[Tensor]:
     """What comes of rows as heads, and of these as rows."""
     of_heads = exchange.to_heads(rows, layout)
@@ -215,8 +277,13 @@ def exchange_both_ways(ranks: int, layout: str, folder: str) -> bool:
         rows.append(torch.randn(1, 2 * ranks, 2 * n, 1, generator=g).transpose(1, 2))
         wanted, found = (there_and_back(x, rows, layout) for x in (by_messages, by_writes))
         assert all(map(torch.equal, wanted, found)) and all(x.is_contiguous() for x in found)
-        lent = by_writes.lend_heads(rows, layout)
+        lent = by_writes.lend_heads(rows, layout).tensors
         assert all(map(torch.equal, wanted, lent))
+        offered = by_writes.offer(lent, layout)
+        # What was lent is still there.
+        for target, x in zip(offered.tensors, lent, strict=True):
+            target.copy_(x)
+        assert all(map(torch.equal, rows, by_writes.take_rows(offered)))
     return True
 
 
@@ -242,12 +309,48 @@ def exchange_between_gpus(layout: str) -> str:
             if number % ranks.size == ranks.rank:
                 torch.cuda._sleep(2_000_000)
             found = there_and_back(by_writes, rows, layout)
-            lent = [x.clone() for x in by_writes.lend_heads(rows, layout)]
+            lent = by_writes.lend_heads(rows, layout).tensors
+            offered = by_writes.offer(lent, layout)
+            for target, x in zip(offered.tensors, lent, strict=True):
+                target.copy_(x)
+            found += by_writes.take_rows(offered)
         torch.cuda.current_stream().wait_stream(stream)
-        pairs += [*zip(wanted, found, strict=True), *zip(wanted, lent, strict=False)]
+        pairs += zip([*wanted, *rows], found, strict=True)
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in pairs)
     return by_writes.name
+
+
+def attend_again_on_gpus(calls: int) -> tuple[bool, int]:
+    """Whether calls that are alike, of new values and without a wait of the host, have the bits of messages; and how
+    many exchanges were planned."""
+    group, shape = groups()[2], (1, 512, 8, 64)
+    torch.manual_seed(dist.get_rank())
+    plans, plan = [], PushedExchange._sending
+
+    def call(tensors: list[Tensor], timeout: float) -> list[Tensor]:
+        *qkv, dout = tensors
+        options = {"causal": True, "deterministic": True, "timeout": timeout}
+        out = context_parallel_attention(*qkv, group, method="ulysses", **options)
+        return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
+
+    given = [[torch.randn(shape, device=device(), dtype=DTYPE) for _ in range(4)] for _ in range(calls)]
+    for q, k, v, _ in given:
+        for x in (q, k, v):
+            x.requires_grad_()
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PushedExchange, "_sending", lambda *of_call: (plans.append(1), plan(*of_call))[1])
+        for number, tensors in enumerate(given):
+            # A rank that is late, each time the other one.
+            if number % 2 == dist.get_rank():
+                torch.cuda._sleep(2_000_000)
+            found.append(call(tensors, 0.0))
+    wanted = [call(tensors, 30.0) for tensors in given]
+    is_right = [
+        torch.equal(a, b) for pair in zip(found, wanted, strict=True) for a, b in zip(*pair, strict=True)
+    ]
+    return all(is_right), len(plans)
 
 
 def share_memory(what: str) -> str:
@@ -414,7 +517,14 @@ def refuse(what: str) -> str:
         "fp8 mean": lambda: context_parallel_attention(
             x, x, x, mesh, quantization=Fp8Quantization(smooth_k=True)
         ),
+        "fp8 lengths": lambda: context_parallel_attention(
+            x, x.repeat(1, 3, 1, 1), x.repeat(1, 3, 1, 1), mesh, quantization=fp8, causal=True
+        ),
         "timeout": lambda: context_parallel_attention(x, x, x, mesh, timeout=-1.0),
+        "memory": lambda: context_parallel_attention(x, x, x, mesh, memory="little"),
+        "memory of heads": lambda: context_parallel_attention(
+            x, x, x, mesh, method="ulysses", memory="least"
+        ),
     }
     return error_of(calls[what])
 

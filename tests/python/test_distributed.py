@@ -109,6 +109,7 @@ RING = [
     Case(3, "ring", {"cu_seqlens": ODD, "window_size": (4, 2), "softcap": 3.0}, batch=1),
     Case(2, "ring", CAUSAL, seqlen=16),
     Case(8, "ring", CAUSAL, batch=1),
+    Case(4, "auto", CAUSAL | {"memory": "least"}, has_sinks=True),
 ]
 GATHER = [
     Case(2, "all_gather"),
@@ -214,10 +215,13 @@ def test_a_ring_repeats_its_bits(pool: Pool) -> None:
     assert pool(4, "attend_twice", Case(4, "ring", CAUSAL)) == [True] * 4
 
 
-@pytest.mark.parametrize("ranks", [2, "2x2"])
-def test_keys_and_values_travel_in_e4m3(pool: Pool, ranks: int | str) -> None:
-    # The same quantization on one process, of the whole sequence in chunks as the ranks have them, is off by as much.
-    quantization = Fp8Quantization(smooth_v=True)
+@pytest.mark.parametrize(
+    ("ranks", "granularity"), [(2, "block"), ("2x2", "block"), (3, "block"), (2, "head")]
+)
+def test_keys_and_values_travel_in_e4m3(pool: Pool, ranks: int | str, granularity: str) -> None:
+    # The same quantization on one process, of the whole sequence, is off by as much.
+    quantization = Fp8Quantization(smooth_v=True, granularity=granularity)
+    seqlen = 192 if ranks == 3 else 256
     for causal in (False, True):
         options = {"causal": causal, "quantization": quantization}
         case = Case(
@@ -225,11 +229,11 @@ def test_keys_and_values_travel_in_e4m3(pool: Pool, ranks: int | str) -> None:
             "auto",
             options,
             batch=1,
-            seqlen=256,
-            seqlen_k=256,
+            seqlen=seqlen,
+            seqlen_k=seqlen,
             with_gradient=False,
             head_dim_v=16,
-            has_sinks=True,
+            has_sinks=ranks != 3,
         )
         exact = in_one_process(replace(case, options={"causal": causal}))
         plain = in_one_process(replace(case, options={"causal": causal}, has_sinks=False))
@@ -328,8 +332,12 @@ REFUSALS = {
     "and not with a window",
     "fp8 gradient": "NotImplementedError: quantization goes with the ring and ulysses, causal or not, forward only, "
     "and not with a gradient",
+    "fp8 lengths": "NotImplementedError: quantization goes with the ring and ulysses, causal or not, forward only, "
+    "and not with another length of q than of k",
     "fp8 mean": "NotImplementedError: quantization has smooth_k",
     "timeout": "ValueError: timeout is -1.0, allowed: seconds",
+    "memory": "ValueError: memory is 'little', allowed: 'auto', 'least'",
+    "memory of heads": "ValueError: memory is 'least' and method 'ulysses', with a mesh of 1 dimensions, allowed: ",
 }
 
 

@@ -1,9 +1,11 @@
-"""What the ring keeps in memory on each rank: the tensors of its steps, without kernels and messages."""
+"""What ring and ulysses keep in memory on each rank: the tensors of their steps, without kernels and messages."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +14,14 @@ import torch
 from torch import Tensor
 
 from hopper_attention import compile_cache
-from hopper_attention.distributed import gradients, ring, ring_backward
+from hopper_attention.distributed import gradients, over_peers, ring, ring_backward
 from hopper_attention.distributed.attend import Call, Saved
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer
 from hopper_attention.distributed.merge import Merged
+from hopper_attention.distributed.over_peers import AttentionOverPeers
+from hopper_attention.distributed.peers import PeerMemory
 from hopper_attention.distributed.pieces import Group, Problem, length
+from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange
 from hopper_attention.distributed.schedule import (
     RowBytes,
     Schedule,
@@ -33,6 +38,7 @@ from tests.python.live_bytes import LiveBytes
 
 HEAD_DIM = 128
 CALL = Call(HEAD_DIM**-0.5)
+LEAST = CALL._replace(is_least=True)
 
 
 def nothing(*arguments: Any) -> None:
@@ -98,15 +104,15 @@ def tensors_of(world: int, seqlen: int, heads: tuple[int, int]) -> list[Tensor]:
     return [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
 
 
-def peaks(world: int, rank: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
+def peaks(world: int, rank: int, seqlen: int, heads: tuple[int, int], call: Call = CALL) -> Peaks:
     problem = problem_of(world, seqlen)
     q, k, v, out, dout = tensors_of(world, seqlen, heads)
     lse = torch.empty(1, heads[0], q.shape[1], device="meta")
     ranks = Ranks(None, rank, world)  # type: ignore[arg-type]  # no message is sent
     found = []
     for run in (
-        lambda: ring.ring_forward(ranks, problem, CALL, (q, k, v), None),
-        lambda: ring_backward.ring_backward(ranks, problem, CALL, Saved(q, out, lse, dout, None), (k, v)),
+        lambda: ring.ring_forward(ranks, problem, call, (q, k, v), None),
+        lambda: ring_backward.ring_backward(ranks, problem, call, Saved(q, out, lse, dout, None), (k, v)),
     ):
         with LiveBytes() as memory:
             memory.forget(q, k, v, out, dout, lse)
@@ -116,16 +122,17 @@ def peaks(world: int, rank: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
 
 
 @lru_cache(maxsize=8)
-def worst(world: int, seqlen: int, heads: tuple[int, int]) -> Peaks:
+def worst(world: int, seqlen: int, heads: tuple[int, int], call: Call = CALL) -> Peaks:
     """Of the ranks that hold the most in either pass."""
-    found = [peaks(world, rank, seqlen, heads) for rank in range(world)]
+    found = [peaks(world, rank, seqlen, heads, call) for rank in range(world)]
     return Peaks(found[0].sizes, max(x.forward for x in found), max(x.backward for x in found))
 
 
-def row_of(world: int, tokens: int, heads: tuple[int, int]) -> str:
+def row_of(world: int, tokens: int, heads: tuple[int, int], call: Call = CALL) -> str:
     """Of the page, in GiB."""
-    found, problem = worst(world, tokens, heads), problem_of(world, tokens)
-    ways = forward_schedule(problem, found.sizes), backward_schedule(problem, found.sizes)
+    found, problem = worst(world, tokens, heads, call), problem_of(world, tokens)
+    least = call.is_least
+    ways = forward_schedule(problem, found.sizes, least), backward_schedule(problem, found.sizes, least)
     shards = ", ".join("all" if way.at_once else "one" for way in ways)
     sizes = found.aim, found.forward, found.both, found.gradients
     return (
@@ -161,6 +168,21 @@ def test_of_128k_tokens_a_ring_holds_no_more_than_two_shards_and_the_output(
         (backward_bytes, backward_schedule, found.both - found.sizes.out),
     ):
         assert held <= count(problem, found.sizes, schedule(problem, found.sizes).parts) + slack
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (32, 8)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_ring_that_is_to_hold_the_least_keeps_to_that_at_any_length(
+    bare_ring: None, world: int, heads: tuple[int, int]
+) -> None:
+    for seqlen in (1 << 15, 1 << 12):
+        found = worst(world, seqlen, heads, LEAST)
+        assert found.forward <= found.aim and found.both <= found.aim, seqlen
+
+
+def test_what_a_ring_holds_at_least_is_as_the_page_says(bare_ring: None) -> None:
+    rows = [row_of(*shape, LEAST) for shape in SHAPES if shape[1] == 1 << 15]
+    assert table_of_the_page("least memory") == rows
 
 
 @pytest.mark.parametrize(
@@ -248,6 +270,114 @@ def test_what_is_posted_and_launched_is_as_the_page_says(
         cells = [[either({found[i][place] for found in way}) for i in range(2)] for way in of_ranks]
         rows.append(f"| {what} | " + " | ".join(", ".join(passes) for passes in cells) + " |")
     assert table_of_the_page("counts") == rows
+
+
+class BareMemory(PeerMemory):
+    """Buffers of a size and without elements."""
+
+    def __init__(self, nbytes: int, memory: LiveBytes) -> None:
+        self.nbytes = nbytes
+        self.meetings = 0
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        memory.forget(self.buffer)
+
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+        return self.buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def begin(self) -> None:
+        pass
+
+    def meet(self) -> None:
+        self.meetings += 1
+
+    def copy_aside(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def wait(self) -> None:
+        pass
+
+
+class UlyssesBytes(NamedTuple):
+    """Of a rank: the room of the group, and what passes hold beside it, results included; ``both`` without dQ, dK, dV.
+
+    ``meetings`` are those of two steps of two layers each.
+    """
+
+    room: int
+    forward: int
+    both: int
+    meetings: tuple[int, ...]
+
+
+def attend_to_heads(qkv: tuple[Tensor, ...], mask: Any, call: Call) -> tuple[Tensor, Tensor]:
+    q, _, v = qkv
+    batch, rows, heads, _ = q.shape
+    return q.new_empty(batch, rows, heads, v.shape[3]), q.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+def differentiate_heads(tensors: Any, *options: Any) -> None:
+    """What is there beside dQ, dK and dV: the sums of dQ."""
+    torch.empty_like(tensors.q, dtype=torch.float32)
+
+
+def ulysses_bytes(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> UlyssesBytes:
+    """32k tokens on four ranks."""
+    monkeypatch.setattr(over_peers, "_attend", attend_to_heads)
+    monkeypatch.setattr(over_peers, "_differentiate", differentiate_heads)
+    problem = problem_of(4, 1 << 15)
+    q, k, v, _, dout = tensors_of(4, 1 << 15, heads)
+    made: list[BareMemory] = []
+    with LiveBytes() as memory:
+
+        def make(nbytes: int) -> PeerMemory:
+            made.append(BareMemory(nbytes, memory))
+            return made[-1]
+
+        exchange = PushedExchange(Ranks(None, 1, 4), make(LEAST_BYTES), make)  # type: ignore[arg-type]
+
+        def attend_once() -> Tensor:
+            (out,) = AttentionOverPeers.apply(
+                q, k, v, exchange, problem, CALL, False, torch.is_grad_enabled()
+            )
+            return out
+
+        def step(layers: int) -> None:
+            outs = [attend_once() for _ in range(layers)]
+            while outs:
+                torch.autograd.grad(outs.pop(), (q, k, v), dout)
+
+        memory.forget(q, k, v, dout)
+        for x in (q, k, v):
+            x.requires_grad_()
+        step(1)
+        peaks_of = []
+        for run in (torch.no_grad()(attend_once), lambda: step(1)):
+            memory.peak = before = memory.live
+            run()
+            peaks_of.append(memory.peak - before)
+        meetings = [made[-1].meetings]
+        for _ in range(2):
+            step(2)
+            meetings.append(made[-1].meetings)
+    assert [x.nbytes for x in made] == [LEAST_BYTES, exchange.memory.nbytes]
+    forward, both = peaks_of
+    own = q.nbytes + k.nbytes + v.nbytes
+    return UlyssesBytes(made[-1].nbytes, forward, both - own, tuple(b - a for a, b in pairwise(meetings)))
+
+
+def test_what_ulysses_holds_is_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    for heads in ((16, 16), (32, 8)):
+        found = ulysses_bytes(monkeypatch, heads)
+        # Q, K and V, and an output; and one more meeting where a forward pass follows a backward one.
+        q, k, v, out, _ = tensors_of(4, 1 << 15, heads)
+        assert found.room == q.nbytes + k.nbytes + v.nbytes + out.nbytes
+        assert found.meetings == (9, 9)
+        cells = out.nbytes + 2 * (k.nbytes + v.nbytes), found.room, found.forward, found.both
+        rows.append(
+            f"| 32k, {heads[0]} over {heads[1]} | " + " | ".join(f"{x / 2**20:.0f}" for x in cells) + " |"
+        )
+    assert table_of_the_page("ulysses memory") == rows
 
 
 def test_storages_are_counted_until_nothing_holds_them() -> None:

@@ -77,6 +77,38 @@ def test_writes_bring_what_messages_bring(pool: Pool, tmp_path: Path, ranks: int
     assert all(pool(ranks, "exchange_both_ways", ranks, layout, str(tmp_path)))
 
 
+OF_A_COPY = 3
+"""Views that every call makes: Q, K and V in what was kept of the buffer."""
+
+ANOTHER = {
+    "like": (0, 0),
+    "misaligned": (0, 1),
+    "strides": (1, 1),
+    "no gradient": (1, 1),
+    "options": (1, 0),
+    "shape": (1, 3),
+    "dtype": (1, 3),
+    "layout": (1, 3),
+    "group": (1, 3),
+}
+"""What a call of each kind is found anew in: the request, and what it sends. The last of three is the gradient of the
+output; those of Q, K and V are read by others, whatever is sent."""
+
+
+def test_only_a_call_like_earlier_ones_is_not_found_anew(pool: Pool, tmp_path: Path) -> None:
+    for kind, (requests, exchanges) in ANOTHER.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        for like, other in pool(2, "call_again", kind, str(folder)):
+            assert like == (0, 0, OF_A_COPY)
+            assert other[:2] == (requests, exchanges), kind
+            assert (other[2] > OF_A_COPY) == (exchanges > 0), kind
+
+
+def test_layers_of_two_groups_share_rooms_with_their_own_group_alone(pool: Pool, tmp_path: Path) -> None:
+    assert pool(2, "layers_by_peer_memory", str(tmp_path / "layers")) == [True, True]
+
+
 def test_one_rank_that_cannot_keeps_all_to_messages(pool: Pool) -> None:
     assert (
         pool(2, "share_memory", "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -28,7 +29,14 @@ from hopper_attention.distributed.pieces import (
 )
 from hopper_attention.distributed.schedule import Schedule, backward_schedule, forward_schedule
 from hopper_attention.distributed.steps import Share, distances_of, steps_of
-from hopper_attention.distributed.wire import packed, quantize_chunks, travelling, unpacked
+from hopper_attention.distributed.wire import (
+    packed,
+    pieces_of,
+    quantize_chunks,
+    travelling,
+    unpacked,
+    visible_chunks,
+)
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.quantized import Fp8Quantization
 from hopper_attention.reference.tiles import Mask, Span
@@ -242,6 +250,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 REPORTS = {2: "context_parallel_nvidia_h200.json", 4: "context_parallel_4_nvidia_h200.json"}
 SCHEDULES = "context_schedules_4_nvidia_h200.json"
 SHORT = "context_short_4_nvidia_h200.json"
+SHORTS = {2: "context_short_2_nvidia_h200.json", 4: SHORT}
 SHORT_SHAPES = [(n, h, hk) for n, h, hk in SHAPES if n == 1 << 15]
 
 Cells = dict[tuple[int, int, int], dict[str, dict[str, Any]]]
@@ -252,7 +261,7 @@ def measured(gpus: int = 2) -> Cells:
     return cells_of(REPORTS[gpus])
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def cells_of(report: str) -> Cells:
     cells = json.loads((RESULTS / report).read_text())["cells"]
     return {
@@ -404,6 +413,46 @@ def rows_of_short_others() -> list[str]:
     return rows
 
 
+def fastest(cells: dict[str, dict[str, Any]], begin: str) -> str:
+    """How much faster ours is than the fastest of those ways, in turns."""
+    found = [c for way, c in cells.items() if way.startswith(begin) and "unavailable" not in c]
+    return f"{min(found, key=lambda c: c['seconds'])['ours_over_it']:.2f}"
+
+
+def rows_of_targets() -> list[str]:
+    """Of what `auto` takes: efficiency, against others, FP8 over 16 bits, and GiB: the aim, the forward pass, both
+    without dQ, dK and dV, and what a group keeps."""
+    rows = []
+    for gpus, shape in product(SHORTS, SHAPES):
+        report = json.loads((RESULTS / SHORTS[gpus]).read_text())
+        cells, name = cells_of(SHORTS[gpus])[shape], "s{}-h{}-hk{}-d128-causal".format(*shape)
+        taken = report["auto"][name].partition(":")[0]
+        # Memory of the method by its name: that of `auto` was counted while its calls were still new.
+        both, forward = (cells[f"{taken}, {kind}"] for kind in (BOTH, "forward"))
+        found = [f"{cells.get(f'auto, {BOTH}', both)['efficiency']:.3f}"]
+        found += [fastest(cells, "torch"), fastest(cells, "ring-flash-attn")]
+        found.append(f"{cells[f'{taken} FP8, forward']['over_16_bits']:.2f}")
+        gradients = both["result_bytes"] - both["out_bytes"]
+        room = report[f"room_bytes_after_{name}"] if taken == "ulysses" else 0
+        sizes = 2 * both["kv_shard_bytes"] + both["out_bytes"], forward["extra_bytes"]
+        found += [f"{x / 2**30:.2f}" for x in (*sizes, both["extra_bytes"] - gradients, room)]
+        rows.append(f"| {gpus} | {name_of(shape)} | {taken} | " + " | ".join(found) + " |")
+    return rows
+
+
+def test_targets_that_are_met_and_those_that_are_not() -> None:
+    for gpus, shape in product(SHORTS, SHAPES):
+        cells, is_long = cells_of(SHORTS[gpus])[shape], shape[0] == 1 << 17
+        taken = cells["ring, " + BOTH] if is_long else cells["auto, " + BOTH]
+        aim = (0.93 if gpus == 2 else 0.90) if is_long else 0.85
+        assert taken["efficiency"] > aim, (gpus, shape)
+        assert float(fastest(cells, "torch")) >= 1.15
+        beside_ring = float(fastest(cells, "ring-flash-attn"))
+        assert (beside_ring >= 1.15) == ((gpus, is_long) != (2, True)), (gpus, shape)
+    fp8 = {key: cells_of(SHORTS[key[0]])[key[1]]["ring FP8, forward"] for key in product(SHORTS, SHAPES[:2])}
+    assert [cell["over_16_bits"] >= 1.5 for cell in fp8.values()] == [True, True, False, False]
+
+
 BY_MESSAGES = Machine(host_gpus=1)
 """As ulysses exchanged heads in these reports."""
 
@@ -434,6 +483,7 @@ def rows_of_model_and_measurement() -> list[str]:
         ("schedules", rows_of_schedules),
         ("short", rows_of_short),
         ("short others", rows_of_short_others),
+        ("targets", rows_of_targets),
         ("model and measurement", rows_of_model_and_measurement),
     ],
 )
@@ -468,8 +518,8 @@ def test_auto_takes_peer_memory_where_it_was_fastest(shape: tuple[int, int, int]
         ways = [f"{way} {kind}" if fp8 else f"{way}, {kind}" for way in ("ring", "ulysses")]
         ring, pushed = (cells[way]["seconds"] for way in ways)
         assert pushed < ring
-        # And the model knows how long it takes; less well in FP8, where the host is not done sooner.
-        assert pushed / plan.seconds["ulysses"] == pytest.approx(1.0, abs=0.25 if fp8 else 0.05)
+        # And the model knows how long it takes, of a GPU that does 600 TFLOP/s; less well in FP8.
+        assert pushed / plan.seconds["ulysses"] == pytest.approx(1.0, abs=0.25 if fp8 else 0.1)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)
@@ -511,12 +561,33 @@ def test_by_the_model_slower_links_cost_efficiency() -> None:
 
 
 @pytest.mark.parametrize("smooth_v", [False, True])
-def test_a_chunk_of_e4m3_travels_in_one_message(smooth_v: bool) -> None:
+def test_keys_of_e4m3_travel_in_one_message(smooth_v: bool) -> None:
     quantization = Fp8Quantization(smooth_v=smooth_v)
-    tensors = tuple(torch.randn(2, 40, heads, 64).bfloat16() for heads in (4, 2, 2))
-    first, second = map(travelling, quantize_chunks(tensors, "zigzag", quantization, "reference"))
-    buffer = packed(first)
-    assert buffer.dtype == torch.uint8 and buffer.is_contiguous()
-    for got, sent in zip(unpacked(buffer, second), first, strict=True):
-        assert got.dtype == sent.dtype and torch.equal(got.float(), sent.float())
-        assert not got.numel() or not (got.data_ptr() - buffer.data_ptr()) % 256
+    tensors = tuple(torch.randn(2, 80, heads, 64).bfloat16() for heads in (4, 2, 2))
+    first, second = quantize_chunks(tensors, 2, quantization, "reference")
+    (whole,) = quantize_chunks(tensors, 1, quantization, "reference")
+    for chunk, like, keys in ((first, second, 40), (whole, whole, 80), (whole, whole, 64)):
+        sent = travelling(chunk, keys)
+        buffer = packed(sent)
+        assert buffer.dtype == torch.uint8 and buffer.is_contiguous()
+        for got, x in zip(unpacked(buffer, travelling(like, keys)), sent, strict=True):
+            assert got.dtype == x.dtype and torch.equal(got.float(), x.float())
+            assert not got.numel() or not (got.data_ptr() - buffer.data_ptr()) % 256
+
+
+def test_a_step_in_e4m3_is_one_call_as_in_16_bits() -> None:
+    p = Problem(4, 256, 256, "zigzag", right=0)
+    assert pieces_of(p, Fp8Quantization()) == 1
+    for rank, other in product(range(4), range(4)):
+        ((_, _, piece),) = visible_chunks(p, rank, other, 1)
+        (group,) = groups_between(p, rank, other)
+        assert (piece,) == group.pieces and piece.keys.start == 0
+        # Of a rank before the first half of the keys, of one after all for the second half of the rows.
+        assert piece.keys.stop == (32 if other < rank else 64)
+        assert piece.rows.start == (32 if other > rank else 0)
+    # Blocks of rows would be cut, or keys that change places, or a scale is one of all rows.
+    assert pieces_of(p, Fp8Quantization(block_q=64)) == 2
+    assert pieces_of(replace(p, seqlen_q=240, seqlen_k=240), Fp8Quantization()) == 2
+    assert pieces_of(p, Fp8Quantization(granularity="head")) == 2
+    assert pieces_of(replace(p, layout="contiguous"), Fp8Quantization(granularity="head")) == 1
+    assert len(visible_chunks(p, 1, 1, 2)) == 3

@@ -14,6 +14,7 @@ from hopper_attention import checks
 from hopper_attention.api import Window, flash_attn_func
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import Result
+from hopper_attention.distributed import again
 from hopper_attention.distributed.auto import (
     ALL_GATHER,
     AUTO,
@@ -71,6 +72,7 @@ class ContextOptions(TypedDict, total=False):
     backend: str | None
     timeout: float
     check: str
+    memory: str
 
 
 def context_parallel_attention(
@@ -94,6 +96,7 @@ def context_parallel_attention(
     backend: str | None = None,
     timeout: float = 0.0,
     check: str = "first",
+    memory: str = AUTO,
 ) -> Result:
     """Attention over a sequence of which each rank of a group holds a part, differentiable.
 
@@ -133,6 +136,9 @@ def context_parallel_attention(
             the host then waits for each transfer. 0: the group's own time-out, without such waits.
         check: "first": when a call differs from those before, ranks tell each other its shapes and options and raise
             where they differ. "never": they do not, for calls known to be right, on a group that was in use before.
+        memory: "auto": short shards are exchanged in the fastest way. "least": a ring that holds no more on a rank than
+            two shards of K and V and the output, and dQ, dK and dV, at any length, some heads after the other; where
+            there are too few heads for that, as little as it can. Not with other methods than "ring" and "auto".
 
     Returns:
         out (batch, rows, heads, head_dim_v) in the dtype of q, or (rows, heads, head_dim_v); with ``return_lse``,
@@ -145,10 +151,10 @@ def context_parallel_attention(
         DisagreementError: ranks differ in shapes or options, and in which.
         PeerError: a rank did not answer.
     """
-    options = Options(
+    given = (
         method,
         softmax_scale,
-        checks.check_flag("causal", causal),
+        causal,
         window_size,
         softcap,
         cu_seqlens,
@@ -159,15 +165,23 @@ def context_parallel_attention(
         backend,
         timeout,
         check,
-        checks.check_flag("return_lse", return_lse),
+        return_lse,
+        memory,
     )
+    key = again.key_of(q, k, mesh, sinks, given) if cu_seqlens is None else None
+    like = None if key is None else again.find(key, q, k, v)
+    if like is not None:
+        out, lse = _run(like.method, q, k, v, None, like.request, like.options)
+        return out if lse is None else (out, lse)
+    causal, return_lse = checks.check_flag("causal", causal), checks.check_flag("return_lse", return_lse)
+    options = replace(Options(*given), causal=causal, return_lse=return_lse)
     checks.check_are_tensors(q=q, k=k, v=v)
     if is_dtensor(q, k, v):
         local, of_mesh = to_local(q, k, v, mesh, is_packed=cu_seqlens is not None)
-        out, lse = _attend(*local, sinks, of_mesh, options)
+        out, lse = _attend(local, sinks, of_mesh, options, None)
         out = to_dtensor(out, q)
     else:
-        out, lse = _attend(q, k, v, sinks, mesh, options)
+        out, lse = _attend((q, k, v), sinks, mesh, options, key)
     return out if lse is None else (out, lse)
 
 
@@ -228,10 +242,14 @@ def explain_context_parallel(
 
 @torch.compiler.disable
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Mesh, o: Options
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    mesh: Mesh,
+    o: Options,
+    key: again.Key | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """out of local tensors, and lse if it is wanted."""
-    q, k, v = cast_inputs(q, k, v)
+    """out of local tensors, and lse if it is wanted; with a key it is remembered what served them."""
+    q, k, v = cast_inputs(*tensors)
     is_packed = o.cu_seqlens is not None
     if is_packed:
         for name, x in (("q", q), ("k", k), ("v", v)):
@@ -242,6 +260,9 @@ def _attend(
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     request = make_request(q, k, v, sinks, mesh, o)
     method = _method_of(request, o, q.device)
+    if key is not None and q is tensors[0]:
+        # Autocast leaves all of one 16-bit dtype as they are, and no others.
+        again.remember(key, tensors, again.LikeCall(method, request, o))
     if method == MESH:
         heads = Heads.of(request.ulysses[0], q, k, v, CONTIGUOUS)
         out, lse = _run(RING, *heads.gather(q, k, v), heads.of_sinks(sinks), request, o)
@@ -258,6 +279,8 @@ def _method_of(request: Request, o: Options, device: torch.device) -> str:
         return MESH
     if o.method != AUTO:
         return o.method
+    if request.call.is_least:
+        return RING
     return plan(request.problem, request.sizes, _machine_of(request, device)).method
 
 
@@ -285,7 +308,7 @@ def _run(
     if o.quantization is not None:
         out, lse = ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization)
     elif method == ULYSSES:
-        return _ulysses((q, k, v), sinks, request, replace(o, softmax_scale=call.softmax_scale))
+        return _ulysses((q, k, v), sinks, request, o)
     else:
         out, lse = SharedAttention.apply(q, k, v, sinks, PASSES[method], ring, problem, call)
     return out, lse if o.return_lse else None
@@ -304,7 +327,7 @@ def _ulysses(
     q, k, v = heads.gather(*tensors)
     window = problem.left, UNLIMITED if o.causal else problem.right
     options: dict[str, Any] = {
-        "softmax_scale": o.softmax_scale,
+        "softmax_scale": request.call.softmax_scale,
         "causal": o.causal,
         "window_size": window,
         "softcap": o.softcap,

@@ -34,6 +34,7 @@ class Call(NamedTuple):
         backend: "hopper", "ampere", "reference", or None to have one chosen.
         deterministic: gradients of the same bits in every run.
         sm_margin: streaming multiprocessors that the forward kernel leaves to transfers.
+        is_least: whether a ring goes by the schedule that holds the least, and not by the fastest.
     """
 
     softmax_scale: float
@@ -41,6 +42,7 @@ class Call(NamedTuple):
     backend: str | None = None
     deterministic: bool = False
     sm_margin: int = 0
+    is_least: bool = False
 
 
 class Saved(NamedTuple):
@@ -103,7 +105,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, group: Group, call: Call) -> tuple[T
     """
     rows = group.rows
     q = q[:, rows.start : rows.stop]
-    scale, softcap, backend, _, sm_margin = call
+    scale, softcap, backend, _, sm_margin, _ = call
     if len(group.pieces) == 1:
         mask, scores = group.pieces[0].mask, Scores.of(softcap, None, None)
         return run_forward(q, k, v, scale, mask.causal, backend, sm_margin, window=mask.sides, scores=scores)
@@ -117,7 +119,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, group: Group, call: Call) -> tuple[T
 def differentiate_group(saved: Saved, k: Tensor, v: Tensor, group: Group, call: Call) -> Gradients:
     """dq of ``group.rows``, dk and dv of ``group.keys``, in the dtype of q; arguments as for :func:`attend`."""
     q, out, lse, dout, dlse = saved.of_rows(group.rows)
-    scale, softcap, backend, deterministic, _ = call
+    scale, softcap, backend, deterministic, *_ = call
     # The LSE has more than these keys, which is what sinks mean to a backward pass: P of a single key is not 1.
     more = torch.zeros(q.shape[2], dtype=torch.float32, device=q.device)
     if len(group.pieces) == 1:

@@ -57,6 +57,11 @@ def _seen_by(group: dist.ProcessGroup) -> set[Signature]:
     return set()
 
 
+def note_agreement(ranks: Ranks) -> None:
+    """Note that a group still makes calls on which it has agreed, so that none of its ranks forgets them sooner."""
+    _seen_by(ranks.group)
+
+
 def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, device: torch.device) -> None:
     """Raise unless all ranks of a group call with the same ``values``, which ``names`` names.
 

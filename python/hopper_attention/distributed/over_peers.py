@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hopper_attention import dense_again
 from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.pieces import Piece, Problem
 from hopper_attention.distributed.pushed import PushedExchange
+from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.gradients import differentiate
+from hopper_attention.launch.gradients_again import (
+    ForGradients,
+    GradientOptions,
+    differentiate_again,
+    remember,
+)
 from hopper_attention.masks import MaskSpec
 from hopper_attention.reference.tiles import Span
 from hopper_attention.scores import Scores
 
-OF_HEADS = 3
-"""Of the arguments: q, k and v."""
 
-
+@lru_cache(maxsize=REMEMBERED_CALLS)
 def whole_mask(problem: Problem) -> MaskSpec:
     """Of all rows and all keys."""
     whole = Span(0, problem.seqlen_q), Span(0, problem.seqlen_k)
@@ -34,7 +41,11 @@ def exchanged(out: Tensor, lse: Tensor, wants_lse: bool) -> list[Tensor]:
 
 class AttentionOverPeers(torch.autograd.Function):
     """out (batch, rows, heads, head_dim_v), from q, k and v of the rows of this rank; with ``wants_lse`` also the LSE,
-    (batch, rows, heads, 1)."""
+    (batch, rows, heads, 1).
+
+    ``is_kept`` says that there may be a backward pass: within, tensors that need gradients do also where none are
+    recorded.
+    """
 
     @staticmethod
     def forward(
@@ -46,38 +57,70 @@ class AttentionOverPeers(torch.autograd.Function):
         problem: Problem,
         call: Call,
         wants_lse: bool,
+        is_kept: bool,
     ) -> tuple[Tensor, ...]:
-        mask = whole_mask(problem)
-        q, k, v = lent = exchange.lend_heads((q, k, v), problem.layout)
+        lent = exchange.lend_heads((q, k, v), problem.layout)
         memory = exchange.memory
-        kept = [torch.empty_like(x) for x in lent] if any(ctx.needs_input_grad[:OF_HEADS]) else []
-
-        def keep() -> None:
-            for x, y in zip(kept, lent, strict=True):
-                x.copy_(y)
-
         # Beside the kernel, which reads the same.
-        keeping = [memory.launch_aside(keep)] if kept else []
-        options = call.softmax_scale, mask.causal, call.backend, call.sm_margin, True
-        out, lse = run_forward(q, k, v, *options, mask.sides, Scores.of(call.softcap, None, None))
-        for copies in keeping:
-            memory.wait(copies)
-        rows = exchange.to_rows(exchanged(out, lse, wants_lse), problem.layout)
+        kept = [memory.copy_aside(lent.room)] if is_kept else []
+        try:
+            out, lse = _attend(lent.tensors, whole_mask(problem), call)
+        finally:
+            if kept:
+                memory.wait()
+        rows = exchange.lend_rows(exchanged(out, lse, wants_lse), problem.layout).tensors
         if kept:
             ctx.save_for_backward(*kept, out, lse)
-        ctx.way = exchange, problem, call
-        return tuple(rows)
+            ctx.way = exchange, problem, call, lent
+        # The copies may take the memory of an output that nobody keeps.
+        del out, lse
+        return tuple([x.clone() for x in rows])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        exchange, problem, call = ctx.way
+        exchange, problem, call, lent = ctx.way
         # Of the output, and of the LSE where it is wanted: zeros on a rank that uses only the other, as all ranks
         # exchange the same.
-        dout, *of_lse = exchange.lend_heads(grads, problem.layout)
+        dout, *of_lse = exchange.lend_heads(grads, problem.layout).tensors
         dlse = of_lse[0].squeeze(-1).mT.contiguous() if of_lse else None
-        scores = Scores.of(call.softcap, None, None)
-        options = call.softmax_scale, whole_mask(problem), scores, call.backend, call.deterministic
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = differentiate(dout, dlse, q, k, v, out, lse, *options)
-        return *exchange.to_rows(gradients, problem.layout), *[None] * 4
+        copy, out, lse = ctx.saved_tensors
+        q, k, v = lent.found_in(copy)
+        tensors = ForGradients(dout, q, k, v, out, lse)
+        offered = exchange.offer((q, k, v), problem.layout)
+        _differentiate(tensors, dlse, whole_mask(problem), call, offered.tensors)
+        return *exchange.take_rows(offered), *[None] * 5
+
+
+def _attend(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse, by what served an earlier call of tensors like these."""
+    q, k, v = qkv
+    if call.softcap:
+        options = call.softmax_scale, mask.causal, call.backend, call.sm_margin, True, mask.sides
+        return run_forward(q, k, v, *options, Scores.of(call.softcap, None, None))
+    flags = mask.causal, call.backend, call.sm_margin, mask.sides
+    key = dense_again.key_of(q, k, flags)
+    found = None if key is None else dense_again.remembered.find(key, q, k, v)
+    if found is not None:
+        return found(q, k, v, call.softmax_scale, call.deterministic, True)
+    out, lse = run_forward(q, k, v, call.softmax_scale, *flags[:3], True, mask.sides)
+    if key is not None and q.is_cuda:
+        dense_again.remember(key, q, k, v, flags, False)
+    return out, lse
+
+
+def _differentiate(
+    tensors: ForGradients, dlse: Tensor | None, mask: MaskSpec, call: Call, into: tuple[Tensor, ...]
+) -> None:
+    """dq, dk and dv, in ``into``, by what served an earlier call of tensors like these."""
+    options = GradientOptions(call.softmax_scale, mask.causal, call.backend, call.deterministic, mask.sides)
+    is_plain = dlse is None and not call.softcap
+    if is_plain and differentiate_again(tensors, options, into) is not None:
+        return
+    dout, q, k, v, out, lse = tensors
+    others = call.softmax_scale, mask, Scores.of(call.softcap, None, None), call.backend, call.deterministic
+    gradients = differentiate(dout, dlse, q, k, v, out, lse, *others)
+    for target, gradient in zip(into, gradients, strict=True):
+        target.copy_(gradient)
+    if is_plain:
+        remember(tensors, options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.store import tell_each_other
+from hopper_attention.launch.base import current_device
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 """PyTorch's own switch. Its memory is bound to an NVLink multicast object otherwise, which these copies do not use."""
@@ -52,12 +53,13 @@ class PeerMemory(ABC):
         """What is launched from now on runs when every rank has done what it launched before its call of this."""
 
     @abstractmethod
-    def launch_aside(self, launch: Callable[[], None]) -> Any:
-        """Copies that come after all before, and run beside what follows; what to :meth:`wait` for."""
+    def copy_aside(self, x: Tensor) -> Tensor:
+        """A copy that comes after all before, and is made beside what follows until :meth:`wait`: on the stream of the
+        exchange."""
 
     @abstractmethod
-    def wait(self, copies: Any) -> None:
-        """What is launched from now on comes after copies that were launched aside."""
+    def wait(self) -> None:
+        """What is launched from now on comes after the copy that was made aside last."""
 
 
 class SymmetricMemory(PeerMemory):
@@ -79,6 +81,7 @@ class SymmetricMemory(PeerMemory):
         self.views: dict[tuple[Any, ...], Tensor] = {}
         self.stream = torch.cuda.current_stream(device)
         self.side = torch.cuda.Stream(device, priority=-1)
+        self.before, self.after = torch.cuda.Event(), torch.cuda.Event()
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
         key = rank, shape, dtype, offset
@@ -100,14 +103,23 @@ class SymmetricMemory(PeerMemory):
     def meet(self) -> None:
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
 
-    def launch_aside(self, launch: Callable[[], None]) -> Any:
-        self.side.wait_stream(torch.cuda.current_stream(self.buffer.device))
-        with torch.cuda.stream(self.side):
-            launch()
-            return self.side.record_event()
+    def copy_aside(self, x: Tensor) -> Tensor:
+        copy, device = torch.empty_like(x), current_device()
+        self.before.record(self.stream)
+        self.side.wait_event(self.before)
+        # torch.cuda.stream asks for the current stream, which takes longer than the rest.
+        torch.cuda.set_stream(self.side)
+        try:
+            copy.copy_(x)
+        finally:
+            torch.cuda.set_stream(self.stream)
+            if device != x.device.index:
+                torch.cuda.set_device(device)
+        self.after.record(self.side)
+        return copy
 
-    def wait(self, copies: Any) -> None:
-        torch.cuda.current_stream(self.buffer.device).wait_event(copies)
+    def wait(self) -> None:
+        self.stream.wait_event(self.after)
 
 
 def _timeout_of(ranks: Ranks, device: torch.device) -> float:

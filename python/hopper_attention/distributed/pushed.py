@@ -1,45 +1,61 @@
-"""Rows of all heads for all rows of some heads, written into the memory of the ranks that want them.
+"""Rows of all heads for all rows of some heads, written into the memory of the ranks that want them, or read from it.
 
 One launch writes all tensors of an exchange to where they belong on every rank, over NVLink and in their final order.
-Then all ranks meet, and what they were given lies in a buffer of their own. It has two rooms, which exchanges use in
-turns. So whoever writes into a room has met its owner since the owner read it, provided that what reads a room is
-launched before the next exchange.
+Then all ranks meet, and what they were given lies in a buffer of their own. Gradients go the other way: each rank makes
+them in its buffer, all meet, and one launch reads those of its rows from every rank, to where they stay.
+
+What is given lies at the begin of the buffer as heads and at its end as rows, so that an exchange does not touch what
+the one before has left. So one meeting is enough: whoever writes into a room has met its owner, and those who read of
+it, since they did, provided that what reads a room is launched before the next exchange. Where two exchanges in a row
+do touch, as of a backward pass and the next forward pass, all ranks meet once more between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.copies.config import MOST_COPIES, VECTOR
+from cute_kernels.copies.config import MOST_COPIES
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange
 from hopper_attention.distributed.layout import CHUNKS_A_RANK, CONTIGUOUS
 from hopper_attention.distributed.peers import PeerMemory
-from hopper_attention.launch.copies import copy_known
+from hopper_attention.launch import copies
+from hopper_attention.launch.copies import CopiesLauncher, Piece
+from hopper_attention.like_calls import Remembered
 
 MOST_BYTES = 1 << 27
 """That a rank is given in an exchange: Q, K and V, or their gradients. 32k tokens on four ranks have 101 MB with 16
 heads of 128 columns, and as many with 32 over 8. What is larger takes long enough to hide what messages cost, and the
 rooms are kept."""
 
-LEAST_BYTES = 1 << 24
-ROOMS = 2
+LEAST_BYTES = 1 << 25
+"""Of a buffer."""
+
+STEPS = 8
+"""Sizes of a buffer from one power of two to the next."""
+
 ALIGNED = 256
-REMEMBERED_PLACES = 1024
+REMEMBERED_SENDINGS = 256
+
+ADDRESSED = 16
+"""Bytes of a vector, at multiples of which tensors begin that a kernel copies."""
 
 CTAS = 192
 """That write an exchange together. On four H200 as many as there are tiles took a fifth longer, and 24 as long."""
 
-Part = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Of a tensor in a buffer: sizes, strides, and elements to its first."""
+Shape = tuple[int, ...]
 
-Copy = tuple[Tensor, Tensor]
-"""Target and source."""
+Launches = tuple[tuple[CopiesLauncher, tuple[int, ...], tuple[Any, ...]], ...]
+"""Of a kernel, for which tensors, and what it takes behind them."""
+
+Pieces = tuple[tuple[int, Piece], ...]
+"""With the tensor of each."""
 
 
 class Chunks(NamedTuple):
@@ -56,6 +72,98 @@ class Chunks(NamedTuple):
         return cls(rank, 2 * size - 1 - 2 * rank, 2)
 
 
+class Region(NamedTuple):
+    """Bytes of the buffer that an exchange uses."""
+
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+    def touches(self, other: Region) -> bool:
+        return self.first < other.end and other.first < self.end
+
+
+NOTHING = Region(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What all ranks give this one in an exchange, where it lies: until the next but one writes there.
+
+    Attributes:
+        tensors: in the buffer.
+        room: all of them as bytes, one behind the other.
+        firsts: where each begins in it, in elements of its own.
+    """
+
+    tensors: tuple[Tensor, ...]
+    room: Tensor
+    firsts: tuple[int, ...]
+
+    def found_in(self, copy: Tensor) -> list[Tensor]:
+        """The tensors, of a copy of the room."""
+        of_dtype = {dtype: copy.view(dtype) for dtype in {x.dtype for x in self.tensors}}
+        each = zip(self.tensors, self.firsts, strict=True)
+        return [of_dtype[x.dtype].as_strided(x.shape, x.stride(), first) for x, first in each]
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """What exchanges do whose tensors are like those of an earlier one: all of it but where these lie.
+
+    Attributes:
+        scattered: which tensors have heads that do not lie side by side, and are copied first.
+        launches: of kernels.
+        by_torch: pieces that no kernel moves.
+        region: where they go.
+        brought: what comes.
+    """
+
+    scattered: tuple[int, ...]
+    launches: Launches
+    by_torch: Pieces
+    region: Region
+    brought: Brought
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        if self.scattered:
+            tensors = [x.contiguous() if i in self.scattered else x for i, x in enumerate(tensors)]
+        for launcher, which, behind in self.launches:
+            launcher([tensors[i] for i in which], behind)
+        for i, piece in self.by_torch:
+            piece.target.copy_(piece.of(tensors[i]))
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Heads that this rank makes for all, and how it takes its rows of those of all.
+
+    Attributes:
+        tensors: contiguous, in the buffer: to be written before the rows are taken.
+        region: where they lie.
+        rows: the shape of what is taken of each.
+        launches, by_torch: as of ``Sending``; pieces of the rows.
+    """
+
+    tensors: tuple[Tensor, ...]
+    region: Region
+    rows: tuple[Shape, ...]
+    launches: Launches
+    by_torch: Pieces
+
+    def take(self) -> list[Tensor]:
+        each = zip(self.rows, self.tensors, strict=True)
+        found = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in each]
+        for launcher, which, behind in self.launches:
+            launcher([found[i] for i in which], behind)
+        for i, piece in self.by_torch:
+            piece.of(found[i]).copy_(piece.target)
+        return found
+
+
 class PushedExchange(HeadExchange):
     """By writes into each other's memory; all tensors of a call at once."""
 
@@ -66,130 +174,207 @@ class PushedExchange(HeadExchange):
         self.ranks = ranks
         self.memory = memory
         self.make = make
-        self.turn = 0
-        self.places: dict[tuple[Any, ...], Tensor] = {}
+        self.last = NOTHING
+        self.outgrown: list[PeerMemory] = []
+        self.sendings: Remembered[Sending] = Remembered(REMEMBERED_SENDINGS)
+        self.offers: dict[tuple[Any, ...], Offered] = {}
 
     def to_heads(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
-        return [x.clone() for x in self.lend_heads(tensors, layout)]
+        return [x.clone() for x in self.lend_heads(tensors, layout).tensors]
 
-    def lend_heads(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
+    def lend_heads(self, tensors: Sequence[Tensor], layout: str) -> Brought:
         """``to_heads`` in the buffer itself: what reads them is launched before the next exchange."""
-        return self._exchange(
-            tensors, [self._of_heads(x) for x in tensors], partial(self._to_heads, layout=layout)
-        )
+        return self._exchange(tensors, True, layout)
 
     def to_rows(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
-        places = [self._of_rows(x) for x in tensors]
-        return [x.clone() for x in self._exchange(tensors, places, partial(self._to_rows, layout=layout))]
+        return [x.clone() for x in self.lend_rows(tensors, layout).tensors]
 
-    def _exchange(
-        self,
-        tensors: Sequence[Tensor],
-        shapes: Sequence[tuple[int, ...]],
-        copies_of: Callable[[Tensor, tuple[int, ...], int], list[Copy]],
-    ) -> list[Tensor]:
-        """What all ranks give this one, of these shapes, in the buffer."""
-        offsets = self._rooms_for(tensors)
-        # What one launch can do: copies of one dtype, whose rows are whole vectors.
-        kinds: dict[tuple[torch.dtype, bool], list[Copy]] = {}
-        for given, shape, offset in zip(tensors, shapes, offsets, strict=True):
-            x = _with_dense_rows(given)
-            copies = copies_of(x, shape, offset)
-            kinds.setdefault((x.dtype, _has_vectors(x, copies[0][1])), []).extend(copies)
-        for (_, has_vectors), found in kinds.items():
-            for i in range(0, len(found), MOST_COPIES):
-                targets, sources = zip(*found[i : i + MOST_COPIES], strict=True)
-                copy_known(targets, sources, has_vectors, CTAS // len(targets))
+    def lend_rows(self, tensors: Sequence[Tensor], layout: str) -> Brought:
+        """``to_rows`` in the buffer itself, as ``lend_heads``."""
+        return self._exchange(tensors, False, layout)
+
+    def offer(self, like: Sequence[Tensor], layout: str) -> Offered:
+        """Room for heads like these, to be written and then given to ``take_rows`` as the next exchange."""
+        self.memory.begin()
+        total = sum(map(_room_of, like))
+        # What the exchange before brought is still read while these are written.
+        self._make_room(total, False, 0)
+        key = layout, *((x.shape, x.dtype) for x in like)
+        offered = self.offers.get(key)
+        if offered is None:
+            if len(self.offers) >= REMEMBERED_SENDINGS:
+                self.offers.clear()
+            offered = self.offers[key] = self._offer(like, total, layout)
+        self._keep_off(offered.region)
+        return offered
+
+    def take_rows(self, offered: Offered) -> list[Tensor]:
+        """``to_rows`` of what was written to the room."""
         self.memory.meet()
-        mine = zip(tensors, shapes, offsets, strict=True)
-        return [self.memory.view(self.ranks.rank, shape, x.dtype, offset) for x, shape, offset in mine]
+        self.last = offered.region
+        self.outgrown.clear()
+        return offered.take()
 
-    def _of_heads(self, x: Tensor) -> tuple[int, ...]:
+    def _offer(self, like: Sequence[Tensor], total: int, layout: str) -> Offered:
+        region = self._region(total, False)
+        offsets = accumulate(map(_room_of, like), initial=region.first)
+        places = [(tuple(x.shape), x.dtype, offset) for x, offset in zip(like, offsets, strict=False)]
+        shapes = tuple(self._of_rows(x) for x in like)
+        rows = [
+            torch.empty(shape, dtype=x.dtype, device="meta") for shape, x in zip(shapes, like, strict=True)
+        ]
+        pieces = [
+            self._to_heads(x, [self.memory.view(owner, *place) for owner in range(self.ranks.size)], layout)
+            for x, place in zip(rows, places, strict=True)
+        ]
+        mine = tuple(self.memory.view(self.ranks.rank, *place) for place in places)
+        return Offered(mine, region, shapes, *_launches_of(rows, pieces, like[0].device, gathers=True))
+
+    def _exchange(self, tensors: Sequence[Tensor], to_heads: bool, layout: str) -> Brought:
+        self.memory.begin()
+        key = to_heads, layout, len(tensors), tensors[0].shape, tensors[-1].shape
+        # An address is not part of what is remembered.
+        addresses = 0
+        for x in tensors:
+            addresses |= x.data_ptr()
+        is_aligned = not addresses % ADDRESSED
+        sending = self.sendings.find(key, *tensors) if is_aligned else None
+        if sending is None or not self._has_room(sending.region.size, to_heads):
+            sending = self._sending(tensors, to_heads, layout)
+            if is_aligned and self.sendings.comes_again(key):
+                self.sendings.keep(key, sending, *tensors)
+        self._keep_off(sending.region)
+        sending.write(tensors)
+        self.memory.meet()
+        self.last = sending.region
+        self.outgrown.clear()
+        return sending.brought
+
+    def _sending(self, given: Sequence[Tensor], to_heads: bool, layout: str) -> Sending:
+        scattered = tuple(i for i, x in enumerate(given) if not _has_dense_rows(x))
+        tensors = [x.contiguous() if i in scattered else x for i, x in enumerate(given)]
+        shape_of, pieces_of = (self._of_heads, self._to_heads) if to_heads else (self._of_rows, self._to_rows)
+        # A rank gets as many bytes as it gives.
+        *offsets, end = accumulate(map(_room_of, tensors), initial=0)
+        # Heads are followed by an output, which is as large as Q.
+        self._make_room(end, to_heads, max(map(_room_of, tensors)) if to_heads else 0)
+        region = self._region(end, to_heads)
+        start = region.first
+        places = [(shape_of(x), x.dtype, start + offset) for x, offset in zip(tensors, offsets, strict=True)]
+        pieces = [
+            pieces_of(x, [self.memory.view(owner, *place) for owner in range(self.ranks.size)], layout)
+            for x, place in zip(tensors, places, strict=True)
+        ]
+        brought = Brought(
+            tuple(self.memory.view(self.ranks.rank, *place) for place in places),
+            self.memory.view(self.ranks.rank, (end,), torch.uint8, start),
+            tuple(offset // x.itemsize for x, offset in zip(tensors, offsets, strict=True)),
+        )
+        return Sending(scattered, *_launches_of(tensors, pieces, tensors[0].device), region, brought)
+
+    def _has_room(self, total: int, to_heads: bool) -> bool:
+        """Whether an exchange of so many bytes fits: rows beside what the one before left. All ranks find the same."""
+        return total + (0 if to_heads else self.last.size) <= self.memory.nbytes
+
+    def _make_room(self, total: int, to_heads: bool, more: int) -> None:
+        """A larger buffer for an exchange that does not fit, with so many bytes more."""
+        if not self._has_room(total, to_heads):
+            # What the exchange before brought lies there, and its tensors do not hold it.
+            self.outgrown.append(self.memory)
+            self.memory = self.make(bytes_for(total + more + (0 if to_heads else self.last.size)))
+            self.last = NOTHING
+            self.sendings.cache_clear()
+            self.offers.clear()
+
+    def _region(self, total: int, to_heads: bool) -> Region:
+        return Region(0, total) if to_heads else Region(self.memory.nbytes - total, self.memory.nbytes)
+
+    def _keep_off(self, region: Region) -> None:
+        """Wait for all that the exchange before left in a region."""
+        if region.touches(self.last):
+            self.memory.meet()
+            self.last = NOTHING
+
+    def _of_heads(self, x: Tensor) -> Shape:
         """The shape that rows come in."""
         batch, rows, heads, head_dim = x.shape
         return batch, self.ranks.size * rows, heads // self.ranks.size, head_dim
 
-    def _of_rows(self, x: Tensor) -> tuple[int, ...]:
+    def _of_rows(self, x: Tensor) -> Shape:
         """The shape that heads come back in."""
         batch, positions, heads, head_dim = x.shape
         return batch, positions // self.ranks.size, self.ranks.size * heads, head_dim
 
-    def _to_heads(self, x: Tensor, shape: tuple[int, ...], offset: int, layout: str) -> list[Copy]:
-        """For each rank, where its heads of the rows of this one belong, and where they are."""
+    def _to_heads(self, x: Tensor, theirs: Sequence[Tensor], layout: str) -> list[Piece]:
+        """For each rank its heads of the rows of this one; ``theirs`` are the tensors that they become a part of."""
         mine = Chunks.of(self.ranks.rank, self.ranks.size, layout)
-        batch, rows = x.shape[:2]
-        of_batch, of_row = x.stride()[:2]
-        columns, chunk = shape[2] * shape[3], rows // mine.number
+        batch, rows, heads, head_dim = x.shape
+        columns, chunk = heads // self.ranks.size * head_dim, rows // mine.number
         sizes = batch, mine.number, chunk, columns
-        strides = of_batch, chunk * of_row, of_row, 1
         there = self.ranks.size * rows * columns, mine.step * chunk * columns, columns, 1
-        target = sizes, there, mine.first * chunk * columns
         found = []
         for owner in self._others_first():
-            source = x.as_strided(sizes, strides, x.storage_offset() + owner * columns)
-            found.append((self._place(owner, shape, x.dtype, offset, target), source))
+            whole = theirs[owner]
+            target = whole.as_strided(sizes, there, whole.storage_offset() + mine.first * chunk * columns)
+            found.append(Piece(target, owner * columns, chunk * x.stride(1)))
         return found
 
-    def _to_rows(self, x: Tensor, shape: tuple[int, ...], offset: int, layout: str) -> list[Copy]:
-        """For each rank, where the heads of this one belong in its rows, and where they are."""
-        batch, rows, heads, head_dim = shape
-        of_batch, of_row = x.stride()[:2]
-        width, columns = heads * head_dim, x.shape[2] * x.shape[3]
-        chunk = rows // CHUNKS_A_RANK[layout]
+    def _to_rows(self, x: Tensor, theirs: Sequence[Tensor], layout: str) -> list[Piece]:
+        """For each rank the heads of this one in its rows; ``theirs`` as for ``_to_heads``."""
+        batch, positions, heads, head_dim = x.shape
+        rows, columns = positions // self.ranks.size, heads * head_dim
+        chunk, width = rows // CHUNKS_A_RANK[layout], self.ranks.size * columns
         there = rows * width, chunk * width, width, 1
         found = []
         for owner in self._others_first():
-            theirs = Chunks.of(owner, self.ranks.size, layout)
-            sizes = batch, theirs.number, chunk, columns
-            strides = of_batch, theirs.step * chunk * of_row, of_row, 1
-            source = x.as_strided(sizes, strides, x.storage_offset() + theirs.first * chunk * of_row)
-            target = sizes, there, self.ranks.rank * columns
-            found.append((self._place(owner, shape, x.dtype, offset, target), source))
+            whole, chunks = theirs[owner], Chunks.of(owner, self.ranks.size, layout)
+            sizes = batch, chunks.number, chunk, columns
+            target = whole.as_strided(sizes, there, whole.storage_offset() + self.ranks.rank * columns)
+            of_chunk = chunk * x.stride(1)
+            found.append(Piece(target, chunks.first * of_chunk, chunks.step * of_chunk))
         return found
-
-    def _rooms_for(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Where in the buffer each tensor of a new exchange lies. A rank gets as many bytes as it gives."""
-        sizes = [-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors]
-        total = sum(sizes)
-        self.memory.begin()
-        if ROOMS * total > self.memory.nbytes:
-            self.memory = self.make(bytes_for(total))
-            self.places.clear()
-        self.turn = (self.turn + 1) % ROOMS
-        start = self.turn * (self.memory.nbytes // ROOMS)
-        return [start + sum(sizes[:i]) for i in range(len(sizes))]
 
     def _others_first(self) -> list[int]:
         """The ranks in an order in which no two ranks begin with the same one."""
         return [(self.ranks.rank + t) % self.ranks.size for t in range(1, self.ranks.size + 1)]
 
-    def _place(
-        self, owner: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int, part: Part
-    ) -> Tensor:
-        """A part of a tensor in the buffer of a rank."""
-        key = owner, shape, dtype, offset, part
-        found = self.places.get(key)
-        if found is None:
-            if len(self.places) >= REMEMBERED_PLACES:
-                self.places.clear()
-            whole = self.memory.view(owner, shape, dtype, offset)
-            sizes, strides, first = part
-            found = whole.as_strided(sizes, strides, whole.storage_offset() + first)
-            self.places[key] = found
-        return found
-
 
 def bytes_for(total: int) -> int:
-    """Of a buffer with room for exchanges of ``total`` bytes."""
-    return ROOMS * max(LEAST_BYTES, 1 << (total - 1).bit_length())
+    """Of a buffer for ``total`` bytes. There are few sizes, as all ranks stop to make a larger one."""
+    step = max(ALIGNED, (1 << (total - 1).bit_length()) // (2 * STEPS))
+    return max(LEAST_BYTES, -(-total // step) * step)
 
 
-def _with_dense_rows(x: Tensor) -> Tensor:
-    """The tensor, or a copy of one whose heads do not lie side by side."""
-    return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+def _room_of(x: Tensor) -> int:
+    """Bytes that a tensor takes."""
+    return -(-x.nbytes // ALIGNED) * ALIGNED
 
 
-def _has_vectors(x: Tensor, piece: Tensor) -> bool:
-    """Whether what is copied of a tensor with dense rows, in pieces like this one, can be moved in vectors."""
-    in_vectors = not any(n % VECTOR for n in (*x.stride()[:2], piece.shape[3]))
-    return in_vectors and x.numel() > 0 and not x.data_ptr() % (VECTOR * x.element_size())
+def _has_dense_rows(x: Tensor) -> bool:
+    """Whether the heads of a row lie side by side."""
+    return x.stride()[2:] == (x.shape[3], 1)
+
+
+def _launches_of(
+    tensors: Sequence[Tensor], pieces: Sequence[list[Piece]], device: torch.device, gathers: bool = False
+) -> tuple[Launches, Pieces]:
+    """``launches`` and ``by_torch`` of a ``Sending``: a launch for pieces of one dtype that are moved in vectors."""
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i, x in enumerate(tensors):
+        in_vectors = copies.is_in_vectors(x, pieces[i]) and (x.is_meta or not x.data_ptr() % ADDRESSED)
+        kinds.setdefault((x.dtype, in_vectors), []).append(i)
+    launches, by_torch = [], []
+    size = len(pieces[0])
+    at_once = max(1, MOST_COPIES // size)
+    for (dtype, in_vectors), which in kinds.items():
+        for i, j in product(range(0, len(which), at_once), range(0, size, MOST_COPIES)):
+            some = tuple(which[i : i + at_once])
+            parts = [pieces[n][j : j + MOST_COPIES] for n in some]
+            number = len(parts[0])
+            launcher = copies.find(dtype, len(some), number, device, gathers) if in_vectors else None
+            if launcher is None:
+                by_torch += [(n, piece) for n, part in zip(some, parts, strict=True) for piece in part]
+            else:
+                behind = copies.behind_sources(parts, max(1, CTAS // (len(some) * number)))
+                launches.append((launcher, some, behind))
+    return tuple(launches), tuple(by_torch)

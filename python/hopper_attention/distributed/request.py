@@ -27,6 +27,9 @@ from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.quantized import Fp8Quantization, check_quantization
 from hopper_attention.scores import Scores, check_scores
 
+LEAST = "least"
+MEMORIES = AUTO, LEAST
+
 Mesh = dist.ProcessGroup | DeviceMesh | None
 """A group, a mesh of one dimension, one of two (ring, ulysses), or None for all ranks."""
 
@@ -49,9 +52,15 @@ class Options:
     timeout: float = 0.0
     check: str = FIRST
     return_lse: bool = False
+    memory: str = AUTO
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("method", self.method, METHODS), ("check", self.check, CHECKS)):
+        given = (
+            ("method", self.method, METHODS),
+            ("check", self.check, CHECKS),
+            ("memory", self.memory, MEMORIES),
+        )
+        for name, value, allowed in given:
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(repr, allowed))}")
         check_layout(self.layout)
@@ -138,7 +147,13 @@ def make_request(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Me
     problem = Problem(ring.size, seqlen_q, seqlen_k, o.layout, *o.sides, documents)
     if o.quantization is not None:
         _check_fp8(problem, o, needs_gradient(q, k, v))
-    call = Call(scale, float(o.softcap), o.backend, bool(o.deterministic), o.sm_margin)
+    is_least = o.memory == LEAST
+    if is_least and (inner or o.method not in (RING, AUTO)):
+        raise ValueError(
+            f"memory is {LEAST!r} and method {o.method!r}, with a mesh of {1 + len(inner)} dimensions, allowed: "
+            f"{RING!r} and {AUTO!r} on a group or a mesh of 1; the others hold what they have to"
+        )
+    call = Call(scale, float(o.softcap), o.backend, bool(o.deterministic), o.sm_margin, is_least)
     for ranks in (ring, *inner):
         _check_agreement(ranks, (q, k, v), problem, call, o)
     heads, kv_heads = (max(1, n // parts) for n in (q.shape[2], k.shape[2]))
@@ -165,6 +180,9 @@ def _check_fp8(problem: Problem, o: Options, wants_gradient: bool) -> None:
         f"method {o.method!r}": o.method not in (RING, ULYSSES, MESH, AUTO),
         "a window": problem.left != UNLIMITED or problem.right > 0,
         "cu_seqlens": bool(problem.documents),
+        "another length of q than of k under a causal mask in a ring": o.method != ULYSSES
+        and problem.right == 0
+        and problem.seqlen_q != problem.seqlen_k,
         "softcap": o.softcap != 0.0,
         "a gradient": wants_gradient,
     }
@@ -189,6 +207,7 @@ def _check_agreement(
         "the dtype of q": str(q.dtype),
         "whether a gradient is wanted": needs_gradient(q, k, v),
         "method": o.method,
+        "memory": o.memory,
         "layout": o.layout,
         "the window, with causal,": [problem.left, problem.right],
         "softmax_scale": call.softmax_scale,

@@ -92,7 +92,7 @@ def ring_forward(
     ranks: Ranks, problem: Problem, call: Call, tensors: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out of q's dtype and lse, of the local rows; ``tensors`` are q, k and v, the last two contiguous."""
-    schedule = forward_schedule(problem, RowBytes.of(*tensors))
+    schedule = forward_schedule(problem, RowBytes.of(*tensors), call.is_least)
     return scheduled_forward(ranks, problem, call, tensors, sinks, schedule=schedule)
 
 
@@ -114,7 +114,7 @@ def scheduled_forward(
     sums = q.dtype if is_one_merge else torch.float32
 
     def attend_to_all(part: Part) -> Merged:
-        results = _Results(part.of_rows(q), v.shape[3], sums)
+        results = Results(part.of_rows(q), v.shape[3], sums)
         whole = _attend_along(ranks, steps, call, results, part.of_keys((k, v)))
         if sinks is not None:
             whole.add_sinks(sinks[part.heads], nowhere)
@@ -142,7 +142,7 @@ def joined_heads(
     return out, lse
 
 
-def _attend_along(ranks: Ranks, steps: tuple[Step, ...], call: Call, results: _Results, own: Pair) -> Merged:
+def _attend_along(ranks: Ranks, steps: tuple[Step, ...], call: Call, results: Results, own: Pair) -> Merged:
     """Attention to own keys and those that come; own ones are first, while the next are on their way."""
     for step, pair in along(ranks, steps, own):
         for group in step.groups:
@@ -154,7 +154,7 @@ def _attend_along(ranks: Ranks, steps: tuple[Step, ...], call: Call, results: _R
     return results.finish()
 
 
-class _Results:
+class Results:
     """Partial results, of which the last waits to be merged. Sums are in ``dtype`` where the first has all rows."""
 
     def __init__(self, q: Tensor, head_dim_v: int, dtype: torch.dtype) -> None:

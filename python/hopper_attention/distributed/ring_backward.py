@@ -31,7 +31,7 @@ from hopper_attention.reference.tiles import Span
 
 def ring_backward(ranks: Ranks, problem: Problem, call: Call, saved: Saved, own: Pair) -> Gradients:
     """dq, dk and dv in the dtype of q; ``own`` are K and V of this rank, contiguous."""
-    schedule = backward_schedule(problem, RowBytes.of(saved.q, *own))
+    schedule = backward_schedule(problem, RowBytes.of(saved.q, *own), call.is_least)
     return scheduled_backward(ranks, problem, call, saved, own, schedule=schedule)
 
 

@@ -33,6 +33,9 @@ LARGE_BYTES = 1 << 29
 """Two shards of K and V and the output, from which on heads go in parts. Below, memory is not what a GPU lacks, and
 calls on all heads have shorter tails beside their work."""
 
+FEW_MERGES = 8
+"""Ranks up to which a forward pass in e4m3 keeps sums in 16 bits, one rounding more for each."""
+
 SHARDS_AT_A_TIME = 2
 """Of K and V in a ring: the one at work and the one on its way."""
 
@@ -70,9 +73,10 @@ class RowBytes(NamedTuple):
         """Of K and V that come in a step, at most; of a shard under a window not all does."""
         return most_keys(problem) * self.of_keys
 
-    def count_parts(self) -> list[int]:
-        """Numbers of equal parts of the heads that leave enough rows of Q to a call, in ascending order."""
-        most = max(1, self.batch * self.rows * self.heads // FULL_ROWS)
+    def count_parts(self, is_least: bool = False) -> list[int]:
+        """Numbers of equal parts of the heads, in ascending order, that leave enough rows of Q to a call; all of them
+        if what is held is to be the least."""
+        most = self.kv_heads if is_least else max(1, self.batch * self.rows * self.heads // FULL_ROWS)
         return [n for n in range(1, min(most, self.kv_heads) + 1) if self.kv_heads % n == 0]
 
 
@@ -116,31 +120,32 @@ def backward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
     return (3 * sizes.out + shards * sizes.taken(problem)) // parts
 
 
-def fp8_bytes(sizes: RowBytes, parts: int) -> int:
+def fp8_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
     """What a forward pass in e4m3 holds at most beside the output, but for scales.
 
-    The sum in float32, a partial result of half of the rows and Q; K and V of this rank, these as they are sent, and
-    two shards.
+    The sum, a partial result of all rows and Q; K and V of this rank, these as they are sent, and two shards.
     """
-    return (3 * sizes.out + 4 * sizes.shard // 2) // parts
+    sums = sizes.out if problem.world <= FEW_MERGES else 2 * sizes.out
+    return (sums + sizes.out + sizes.out // 2 + 4 * sizes.shard // 2) // parts
 
 
 @lru_cache(maxsize=REMEMBERED)
-def forward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
-    """Short shards at once, in one part; or one at a time in as few parts as fit."""
-    return _schedule(problem, sizes, forward_bytes)
+def forward_schedule(problem: Problem, sizes: RowBytes, is_least: bool = False) -> Schedule:
+    """Short shards at once, in one part; or one at a time in as few parts as fit. With ``is_least`` these fit at any
+    length, where there are as many heads."""
+    return _schedule(problem, sizes, forward_bytes, is_least)
 
 
 @lru_cache(maxsize=REMEMBERED)
-def backward_schedule(problem: Problem, sizes: RowBytes) -> Schedule:
+def backward_schedule(problem: Problem, sizes: RowBytes, is_least: bool = False) -> Schedule:
     """As ``forward_schedule``, by what a backward pass holds."""
-    return _schedule(problem, sizes, backward_bytes)
+    return _schedule(problem, sizes, backward_bytes, is_least)
 
 
 @lru_cache(maxsize=REMEMBERED)
-def fp8_parts(problem: Problem, sizes: RowBytes) -> int:
+def fp8_parts(problem: Problem, sizes: RowBytes, is_least: bool = False) -> int:
     """Of the heads, in a forward pass in e4m3; ``sizes`` are of 16 bits."""
-    return _fewest(problem, sizes, [fp8_bytes(sizes, n) for n in sizes.count_parts()])
+    return _fewest(problem, sizes, lambda parts: fp8_bytes(problem, sizes, parts), is_least)
 
 
 def comes_at_once(problem: Problem, sizes: RowBytes) -> bool:
@@ -150,16 +155,18 @@ def comes_at_once(problem: Problem, sizes: RowBytes) -> bool:
     return others > 1 and sizes.batch == 1 and is_short and others * sizes.taken(problem) <= AT_ONCE_BYTES
 
 
-def _schedule(problem: Problem, sizes: RowBytes, count: Callable[[Problem, RowBytes, int], int]) -> Schedule:
-    if comes_at_once(problem, sizes):
+def _schedule(
+    problem: Problem, sizes: RowBytes, count: Callable[[Problem, RowBytes, int], int], is_least: bool
+) -> Schedule:
+    if not is_least and comes_at_once(problem, sizes):
         return Schedule(at_once=True)
-    return Schedule(_fewest(problem, sizes, [count(problem, sizes, n) for n in sizes.count_parts()]))
+    return Schedule(_fewest(problem, sizes, lambda parts: count(problem, sizes, parts), is_least))
 
 
-def _fewest(problem: Problem, sizes: RowBytes, held: list[int]) -> int:
-    """Parts that hold no more than two shards, or the most there can be; ``held`` is of each number of parts."""
-    if not distances_of(problem) or sizes.out + SHARDS_AT_A_TIME * sizes.shard < LARGE_BYTES:
+def _fewest(problem: Problem, sizes: RowBytes, held: Callable[[int], int], is_least: bool) -> int:
+    """Parts that hold no more than two shards, or the most there can be; ``held`` is of a number of parts."""
+    is_small = sizes.out + SHARDS_AT_A_TIME * sizes.shard < LARGE_BYTES
+    if not distances_of(problem) or (is_small and not is_least):
         return 1
-    numbers, aim = sizes.count_parts(), SHARDS_AT_A_TIME * sizes.shard
-    fit = (n for n, size in zip(numbers, held, strict=True) if size <= aim)
-    return next(fit, numbers[-1])
+    numbers, aim = sizes.count_parts(is_least), SHARDS_AT_A_TIME * sizes.shard
+    return next((n for n in numbers if held(n) <= aim), numbers[-1])

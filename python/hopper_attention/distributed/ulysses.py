@@ -22,8 +22,9 @@ from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.over_peers import AttentionOverPeers, exchanged
 from hopper_attention.distributed.peers import PeerMemory, share_memory
 from hopper_attention.distributed.pieces import Problem
-from hopper_attention.distributed.pushed import LEAST_BYTES, MOST_BYTES, PushedExchange, bytes_for
+from hopper_attention.distributed.pushed import LEAST_BYTES, MOST_BYTES, PushedExchange
 from hopper_attention.fp8 import flash_attn_fp8_func
+from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.quantized import Fp8Quantization
 
 
@@ -38,7 +39,7 @@ def check_heads(heads: int, kv_heads: int, size: int) -> None:
 
 @lru_cache(maxsize=64)
 def _pushes_between(group: dist.ProcessGroup, ranks: Ranks, device: torch.device) -> PushedExchange | str:
-    memory = share_memory(ranks, device, bytes_for(LEAST_BYTES))
+    memory = share_memory(ranks, device, LEAST_BYTES)
     if isinstance(memory, str):
         return memory
 
@@ -134,7 +135,7 @@ class Heads:
         if not isinstance(self.exchange, PushedExchange):
             return None
         given = *self._as_many_keys(*tensors), self.exchange, problem, call, wants_lse
-        return _with_lse(AttentionOverPeers.apply(*given))
+        return _with_lse(AttentionOverPeers.apply(*given, needs_gradient(*tensors)))
 
     def attend_in_fp8(
         self,
@@ -146,8 +147,10 @@ class Heads:
     ) -> tuple[Tensor, Tensor | None]:
         """out and lse of the local rows, of 16-bit tensors that become e4m3 where they are attended to. No gradient."""
         exchange, given = self.exchange, self._as_many_keys(*tensors)
-        come = exchange.lend_heads if isinstance(exchange, PushedExchange) else exchange.to_heads
-        q, k, v = come(given, self.layout)
+        if isinstance(exchange, PushedExchange):
+            q, k, v = exchange.lend_heads(given, self.layout).tensors
+        else:
+            q, k, v = exchange.to_heads(given, self.layout)
         has_lse, own_sinks = wants_lse or sinks is not None, self.of_sinks(sinks)
         quantized: dict[str, Any] = {"quantization": options.quantization, "backend": call.backend}
         found = flash_attn_fp8_func(q, k, v, call.softmax_scale, options.causal, has_lse, **quantized)

@@ -1,81 +1,84 @@
-"""Several copies of 16-bit tensors on a GPU in one launch, also into the memory of its peers."""
+"""Pieces of several 16-bit tensors, copied on a GPU in one launch, also into the memory of its peers or out of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.copies.config import MOST_COPIES, VECTOR, CopiesConfig
-from cute_kernels.problem import MAX_TILES
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import target_of, why_not_ampere
 from hopper_attention.checks import DTYPE_NAMES
-from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_of
+from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, current_device, index_of
 
 ANY_CTAS = 1 << 16
 
 
+class Piece(NamedTuple):
+    """Of a tensor (batch, rows, heads, d) whose heads lie side by side: blocks of its rows, and some of their columns.
+
+    Attributes:
+        target: (batch, blocks, rows of each, columns), where the piece goes, or comes from.
+        first: elements from the tensor's first to the piece's.
+        step: elements from one block to the next.
+    """
+
+    target: Tensor
+    first: int
+    step: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """The piece itself, of the shape of the target."""
+        of_batch, of_row = x.stride()[:2]
+        strides = of_batch, self.step, of_row, 1
+        return x.as_strided(self.target.shape, strides, x.storage_offset() + self.first)
+
+
 @dataclass(frozen=True)
 class CopiesLauncher(Launcher):
-    """Makes so many copies of one dtype, of any sizes."""
+    """Copies so many pieces of so many tensors of one dtype, of any sizes."""
 
     config: CopiesConfig
     kernel: Kernel
 
-    def __call__(self, targets: Sequence[Tensor], sources: Sequence[Tensor], most_ctas: int) -> None:
-        """As ``copy_all``, of tensors that the kernel can address; so many CTAs a copy, at most."""
-        if self.device_index != torch.cuda.current_device():
-            return self.call_there(targets, sources, most_ctas)
-        self.kernel(*targets, *sources, most_ctas)
+    def __call__(self, sources: Sequence[Tensor], behind: tuple[Any, ...]) -> None:
+        """``behind`` is what the kernel takes behind the sources, as :func:`behind_sources` has it."""
+        if self.device_index != current_device():
+            return self.call_there(sources, behind)
+        self.kernel(*sources, *behind)
+
+
+def behind_sources(pieces: Sequence[Sequence[Piece]], most_ctas: int) -> tuple[Any, ...]:
+    """Of the pieces of each source in turn: targets, places, and how many CTAs there are for each copy, at most."""
+    all_pieces = [piece for of_source in pieces for piece in of_source]
+    targets = [piece.target for piece in all_pieces]
+    return *targets, *(n for piece in all_pieces for n in (piece.first, piece.step)), most_ctas
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def find(dtype: torch.dtype, copies: int, device: torch.device) -> CopiesLauncher | None:
-    """The launcher, or None where there is no kernel; compiles or loads it the first time."""
+def find(
+    dtype: torch.dtype, sources: int, pieces: int, device: torch.device, gathers: bool = False
+) -> CopiesLauncher | None:
+    """The launcher, or None where there is no kernel; compiles or loads it the first time.
+
+    With ``gathers`` pieces come from their targets."""
     target = target_of(device)
-    if dtype not in DTYPE_NAMES or not 1 <= copies <= MOST_COPIES or why_not_ampere(target):
+    is_possible = min(sources, pieces) > 0 and sources * pieces <= MOST_COPIES
+    if dtype not in DTYPE_NAMES or not is_possible or why_not_ampere(target):
         return None
     major, minor = target.capability
-    config = CopiesConfig(ARCH_OF_CAPABILITY[major, minor], DTYPE_NAMES[dtype], copies)
+    config = CopiesConfig(ARCH_OF_CAPABILITY[major, minor], DTYPE_NAMES[dtype], sources, pieces, gathers)
     return CopiesLauncher(index_of(device), config, compile_cache.get_serving(config))
 
 
-def is_addressable(x: Tensor) -> bool:
-    """Whether the rows of a tensor (a, b, n, w) can be moved in vectors."""
-    *strides, last = x.stride()
-    in_vectors = not any(n % VECTOR for n in (x.shape[-1], *strides))
-    fits = 0 < x.numel() // VECTOR < MAX_TILES
-    return last == 1 and in_vectors and fits and not x.data_ptr() % (VECTOR * x.element_size())
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target, on torch's current stream; no target overlaps another.
-
-    Args:
-        targets, sources: (a, b, n, w), each target of its source's shape and dtype. In one launch where all have the
-            same dtype of 16 bits and rows of whole vectors.
-    """
-    is_one = all(x.dtype == targets[0].dtype and is_addressable(x) for x in (*targets, *sources))
-    copy_known(targets, sources, is_one)
-
-
-def copy_known(
-    targets: Sequence[Tensor], sources: Sequence[Tensor], are_addressable: bool, most_ctas: int = ANY_CTAS
-) -> None:
-    """``copy_all`` of tensors of which a caller knows whether they all have one dtype and are addressable.
-
-    ``most_ctas``, of each copy, leave SMs to a kernel that runs beside this one.
-    """
-    first = targets[0]
-    launcher = find(first.dtype, len(targets), first.device) if are_addressable else None
-    if launcher is not None:
-        launcher(targets, sources, most_ctas)
-        return
-    for into, x in zip(targets, sources, strict=True):
-        into.copy_(x)
+def is_in_vectors(x: Tensor, pieces: Sequence[Piece]) -> bool:
+    """Whether pieces of a tensor can be moved in vectors, but for where it lies in memory."""
+    lengths = [n for p in pieces for n in (p.first, p.step, p.target.shape[3], *p.target.stride()[:3])]
+    return x.numel() > 0 and x.stride(3) == 1 and not any(n % VECTOR for n in (*x.stride()[:2], *lengths))

@@ -51,14 +51,15 @@ class GradientCall:
     options: tuple[Any, ...]
     gradients: tuple[Facts, ...]
 
-    def __call__(self, tensors: ForGradients) -> tuple[Tensor, ...] | None:
-        """dq, dk and dv; None if TMA cannot address the tensors, or another GPU is current."""
+    def __call__(self, tensors: ForGradients, into: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...] | None:
+        """dq, dk and dv, in ``into`` if there is any; None if TMA cannot address the tensors, or another GPU is
+        current."""
         dout, q, k, v, out, lse = tensors
         addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
         if addresses % TMA_BYTES or current_device() != self.launcher.device_index:
             return None
         make, launcher = device_memory.empty_on_gpu, self.launcher
-        gradients = tuple([make(*facts) for facts in self.gradients])
+        gradients = into or tuple([make(*facts) for facts in self.gradients])
         launcher.launch(dout, q, k, v, out, lse, gradients, self.softmax_scale, None, self.options)
         return gradients
 
@@ -66,13 +67,17 @@ class GradientCall:
 remembered: Remembered[GradientCall] = Remembered(REMEMBERED_CALLS)
 
 
-def differentiate_again(tensors: ForGradients, options: GradientOptions) -> tuple[Tensor, ...] | None:
-    """dq, dk and dv, if an earlier backward pass was like this one; else None."""
+def differentiate_again(
+    tensors: ForGradients, options: GradientOptions, into: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, ...] | None:
+    """dq, dk and dv, if an earlier backward pass was like this one; else None.
+
+    ``into`` has contiguous tensors for them, or none."""
     # With create_graph the gradients would be differentiated.
     if torch.is_grad_enabled() or not may_be_like():
         return None
     call = remembered.find(_key_of(tensors, options), *tensors)
-    return None if call is None else call(tensors)
+    return None if call is None else call(tensors, into)
 
 
 def _key_of(tensors: ForGradients, options: GradientOptions) -> tuple[Any, ...]:
