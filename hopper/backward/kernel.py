@@ -68,7 +68,7 @@ class BackwardKernel:
     | q | `stages` | Q of a query tile and its LSE |
     | do | `stages` | dO of a query tile and its delta |
     | ds | `stages` | dS^T of all keys, before dQ = dS K reads it; the dQ of the block before, to be sent |
-    | mailbox | 2 | the number of the next key tile (``TileScheduler``) |
+    | mailbox | 2 | the number of the next key tile (``TileScheduler``), or where it lies (``PlacedBackwardWork``) |
 
     | named barrier | id | threads | orders |
     |---|---|---|---|
