@@ -26,7 +26,16 @@ from hopper_attention.distributed.gradients import (
 from hopper_attention.distributed.layout import shard, unshard
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.pieces import Problem, groups_between, hull
-from hopper_attention.distributed.wire import quantize_chunks, travelling, visible_chunks, with_keys
+from hopper_attention.distributed.ring import Results
+from hopper_attention.distributed.wire import (
+    packed,
+    pieces_of,
+    quantize_chunks,
+    travelling,
+    unpacked,
+    visible_chunks,
+    with_keys,
+)
 from hopper_attention.quantized import DEFAULT_QUANTIZATION
 from hopper_attention.reference import attention_naive
 from hopper_attention.reference.tiles import Span
@@ -135,22 +144,28 @@ def test_ranks_in_turns_are_as_exact_as_one_call(name: str, softcap: float) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("causal", [False, True])
-def test_chunks_in_e4m3_are_as_exact_as_one_call_in_fp8(causal: bool) -> None:
+def test_keys_in_e4m3_are_as_exact_as_one_call_in_fp8(causal: bool, count: int) -> None:
     p = Problem(WORLD, SEQLEN, SEQLEN, "zigzag", right=0 if causal else -1)
+    assert pieces_of(p, DEFAULT_QUANTIZATION) == 1
     torch.manual_seed(3)
     whole = [torch.randn(1, SEQLEN, h, 128, device=DEVICE, dtype=torch.bfloat16) for h in (4, 2, 2, 4)]
     parts = [tuple(shard(x, r, WORLD, p.layout) for x in whole[:3]) for r in range(WORLD)]
-    chunks = [quantize_chunks(tensors, p.layout, DEFAULT_QUANTIZATION, None) for tensors in parts]
+    chunks = [quantize_chunks(tensors, count, DEFAULT_QUANTIZATION, None) for tensors in parts]
     outs = []
     for rank, (q, _, v) in enumerate(parts):
-        merged, rows = Merged.empty(q, v.shape[3]), q.shape[1] // 2
-        for other in range(WORLD):
-            for i, j, piece in visible_chunks(p, rank, other):
-                mixed = with_keys(chunks[rank][i], travelling(chunks[other][j]))
-                out, lse = flash_attn_quantized_func(mixed, 128**-0.5, piece.is_causal, True)
-                merged.add(Span(i * rows, (i + 1) * rows), out, lse)
-        outs.append(merged.out)
+        results, rows = Results(q, v.shape[3], q.dtype), q.shape[1] // count
+        # Its own keys are first.
+        for other in ((rank - t) % WORLD for t in range(WORLD)):
+            for i, j, piece in visible_chunks(p, rank, other, count):
+                keys = travelling(chunks[other][j], piece.keys.stop)
+                arrived = keys if other == rank else unpacked(packed(keys), keys)
+                mixed = with_keys(chunks[rank][i], arrived, piece)
+                found = flash_attn_quantized_func(mixed, 128**-0.5, piece.is_causal, True)
+                results.merge()
+                results.put(Span(i * rows + piece.rows.start, i * rows + piece.rows.stop), *found)
+        outs.append(results.finish().out.float())
     got = unshard(torch.cat(outs, 1), WORLD, p.layout)
     wanted = exact(p, whole, 0.0)[0]
     alone = flash_attn_fp8_func(*whole[:3], causal=causal)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import compile_cache
-from hopper_attention.distributed import gradients, over_peers, ring, ring_backward
+from hopper_attention.distributed import gradients, over_peers, ring, ring_backward, wire
 from hopper_attention.distributed.attend import Call, Saved
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer
 from hopper_attention.distributed.merge import Merged
@@ -29,10 +29,18 @@ from hopper_attention.distributed.schedule import (
     backward_schedule,
     forward_bytes,
     forward_schedule,
+    fp8_bytes,
     fp8_parts,
 )
 from hopper_attention.launch import backward
 from hopper_attention.launch.gradient_sums import GradientSums
+from hopper_attention.quantized import (
+    DEFAULT_QUANTIZATION,
+    E4M3,
+    QuantizedQKV,
+    QuantizedTensor,
+    TransposedV,
+)
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.live_bytes import LiveBytes
 
@@ -212,6 +220,54 @@ def test_heads_go_in_parts_where_memory_asks_for_it(
     sizes = RowBytes.of(*(torch.empty(x, device="meta") for x in shape))
     assert (forward_schedule(problem, sizes), backward_schedule(problem, sizes)) == (forward, backward)
     assert fp8_parts(problem, sizes) == fp8
+
+
+def quantized(tensors: tuple[Tensor, ...], count: int, *options: Any) -> list[QuantizedQKV]:
+    """What quantizers give, with blocks of 128 keys and a scale for each row of Q."""
+
+    def e4m3(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=E4M3, device="meta")
+
+    def scales(*shape: int) -> Tensor:
+        return torch.empty(shape, device="meta")
+
+    assert count == 1
+    q, k, v = tensors
+    batch, keys, heads, _ = k.shape
+    blocks = batch, heads, keys // 128
+    of_q = QuantizedTensor(e4m3(*q.shape), scales(batch, q.shape[2], q.shape[1]), 1)
+    of_k = QuantizedTensor(e4m3(*k.shape), scales(*blocks), 128)
+    of_v = TransposedV(e4m3(batch, heads, v.shape[3], keys), scales(*blocks), 128, keys)
+    return [QuantizedQKV(of_q, of_k, of_v, DEFAULT_QUANTIZATION, q.dtype)]
+
+
+def attend_in_e4m3(parts: QuantizedQKV, *options: Any, **others: Any) -> tuple[Tensor, Tensor]:
+    """What the FP8 kernel allocates."""
+    out = torch.empty(parts.q.shape, dtype=parts.dtype, device="meta")
+    return out, torch.empty_like(parts.q.scale)
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (32, 8)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_in_e4m3_a_ring_holds_no_more_than_in_16_bits_either(
+    monkeypatch: pytest.MonkeyPatch, world: int, heads: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(wire, "quantize_chunks", quantized)
+    monkeypatch.setattr(wire, "flash_attn_quantized_func", attend_in_e4m3)
+    monkeypatch.setattr(wire, "exchange", exchange)
+    monkeypatch.setattr(Merged, "add", nothing)
+    problem = problem_of(world, 1 << 17)
+    q, k, v, *_ = tensors_of(world, 1 << 17, heads)
+    sizes = RowBytes.of(q, k, v)
+    counted, slack = fp8_bytes(problem, sizes, fp8_parts(problem, sizes)), sizes.out // 8
+    for rank in range(world):
+        ranks = Ranks(None, rank, world)  # type: ignore[arg-type]  # no message is sent
+        with LiveBytes() as memory:
+            memory.forget(q, k, v)
+            wire.ring_forward_fp8(ranks, problem, CALL, (q, k, v), None, DEFAULT_QUANTIZATION)
+        # The output, and beside it what the schedule reckons with but for scales and LSEs.
+        assert memory.peak <= sizes.out + counted + slack, rank
+        assert counted <= 2 * sizes.shard
 
 
 def counts_of(

@@ -93,30 +93,31 @@ class Schedule:
     at_once: bool = False
 
 
-def forward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
-    """What a forward pass holds at most beside the output, where shards come one at a time.
+def forward_bytes(problem: Problem, sizes: RowBytes, parts: int, at_once: bool = False) -> int:
+    """What a forward pass holds at most beside the output.
 
     The sum of partial results is in float32, or where there is one merge the first of them, which with one part is the
-    output itself; the other partial result; two shards; and a copy of what is sent, for heads of a part do not lie
-    together.
+    output itself; the other partial result; two shards, or with ``at_once`` all others; and a copy of what is sent, for
+    heads of a part do not lie together.
     """
     others = len(distances_of(problem))
-    sums = 2 * sizes.out if others > 1 else sizes.out * (parts > 1)
-    shards = min(SHARDS_AT_A_TIME, others) + (parts > 1)
-    return (sums + sizes.out + shards * sizes.taken(problem)) // parts
+    sums = 2 * sizes.out if others > 1 and not at_once else sizes.out * (parts > 1)
+    shards = others if at_once else min(SHARDS_AT_A_TIME, others)
+    return (sums + sizes.out + (shards + (parts > 1)) * sizes.taken(problem)) // parts
 
 
-def backward_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
+def backward_bytes(problem: Problem, sizes: RowBytes, parts: int, at_once: bool = False) -> int:
     """What a backward pass holds at most beside the output and dQ, dK and dV.
 
     Float32 sums of dQ of all rows, and of half of them; two shards, of which the next may be the next part's, and whose
     places their gradients take; gradients that are sent, while as many come back; what came back before, of which more
-    than three shards become float32 sums, as large as two; and a copy of keys that are sent.
+    than three shards become float32 sums, as large as two; and a copy of keys that are sent. With ``at_once`` each of
+    these shards but the copy is all others.
     """
     others = len(distances_of(problem))
     at_a_time = SHARDS_AT_A_TIME if parts > 1 else min(SHARDS_AT_A_TIME, others)
     back = min(max(others - 1, 0), MOST_PARTS)
-    shards = 2 * at_a_time + back + (parts > 1)
+    shards = (2 * at_a_time * others if at_once else 2 * at_a_time + back) + (parts > 1)
     return (3 * sizes.out + shards * sizes.taken(problem)) // parts
 
 
@@ -156,11 +157,18 @@ def comes_at_once(problem: Problem, sizes: RowBytes) -> bool:
 
 
 def _schedule(
-    problem: Problem, sizes: RowBytes, count: Callable[[Problem, RowBytes, int], int], is_least: bool
+    problem: Problem, sizes: RowBytes, count: Callable[[Problem, RowBytes, int, bool], int], is_least: bool
 ) -> Schedule:
-    if not is_least and comes_at_once(problem, sizes):
+    at_once = comes_at_once(problem, sizes)
+    if at_once and not is_least:
         return Schedule(at_once=True)
-    return Schedule(_fewest(problem, sizes, lambda parts: count(problem, sizes, parts), is_least))
+    parts = _fewest(problem, sizes, lambda parts: count(problem, sizes, parts, False), is_least)
+    if at_once:
+        # As many parts with fewer exchanges each, where that fits too.
+        together = _fewest(problem, sizes, lambda parts: count(problem, sizes, parts, True), is_least)
+        if together <= parts and count(problem, sizes, together, True) <= SHARDS_AT_A_TIME * sizes.shard:
+            return Schedule(together, at_once=True)
+    return Schedule(parts)
 
 
 def _fewest(problem: Problem, sizes: RowBytes, held: Callable[[int], int], is_least: bool) -> int:

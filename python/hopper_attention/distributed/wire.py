@@ -211,15 +211,19 @@ def _attend_along(
 ) -> Merged:
     """The attention of this rank's pieces to the keys of all."""
     rows = chunks[0].q.shape[1]
+
+    def attend(i: int, keys: tuple[Tensor, ...], piece: Piece) -> None:
+        # Nothing of this is kept beyond the call.
+        options = call.softmax_scale, piece.is_causal, True
+        parts = with_keys(chunks[i], keys, piece)
+        out, lse = flash_attn_quantized_func(parts, *options, backend=call.backend)
+        results.put(Span(i * rows + piece.rows.start, i * rows + piece.rows.stop), out, lse)
+
     for visible, keys in _along(ranks, problem, chunks):
         for i, j, piece in visible:
             # That of the call before, now that the next transfer is posted.
             results.merge()
-            parts = with_keys(chunks[i], keys[j], piece)
-            found = flash_attn_quantized_func(
-                parts, call.softmax_scale, piece.is_causal, True, backend=call.backend
-            )
-            results.put(Span(i * rows + piece.rows.start, i * rows + piece.rows.stop), *found)
+            attend(i, keys[j], piece)
         # Or they would be kept until the step after the next has room.
         del keys
     return results.finish()
@@ -250,8 +254,11 @@ def _along(
             }
             takes = {j: _room_for(like) for j, like in likes.items()}
             keys = {j: unpacked(takes[j], like) for j, like in likes.items()}
-            sends = Message(after, tuple(given.values()), "K and V in e4m3")
-            receives = Message(before, tuple(takes.values()), "K and V in e4m3")
-            transfer = exchange(ranks, [sends], [receives])
+            transfer = exchange(
+                ranks,
+                [Message(after, tuple(given[x] for x in gives.items()), "K and V in e4m3")],
+                [Message(before, tuple(takes.values()), "K and V in e4m3")],
+            )
+            del takes
             give_head_start(chunks[0].q.data.device)
         yield here
