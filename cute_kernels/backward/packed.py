@@ -70,12 +70,3 @@ def heads_as_batch(tensor: cute.Tensor, first: Int32) -> cute.Tensor:
     """What (heads, numbers, ...) has from number ``first`` on, as a batch of one: (1, heads, numbers, ...)."""
     start = cute.domain_offset((0, first, *(0 for _ in tensor.shape[2:])), tensor)
     return cute.make_tensor(start.iterator, cute.make_layout((1, *tensor.shape), stride=(0, *tensor.stride)))
-
-
-def from_the_last(*sizes: Int32) -> tuple[Int32, ...]:
-    """The place of a CTA in a grid of these sizes, from whose end on CTAs start.
-
-    The kernel between the steps begins with the first heads and ends with the last ones. So the step before it leaves
-    in L2 what is read first, and the one behind it finds there what was added last.
-    """
-    return tuple(size - 1 - block for size, block in zip(sizes, cute.arch.block_idx(), strict=True))

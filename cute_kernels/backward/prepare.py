@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_kernels.backward.packed import find_query_tile, from_the_last, heads_as_batch, rows_as_batch
+from cute_kernels.backward.grid import from_the_last
+from cute_kernels.backward.packed import find_query_tile, heads_as_batch, rows_as_batch
 from cute_kernels.backward.step import SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 
