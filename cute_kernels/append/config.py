@@ -23,7 +23,6 @@ ROTARY_STEP = 2 * VECTOR
 THREADS = 128
 
 ARCHS_WITHOUT_E4M3 = ("sm_80", "sm_86")
-ARCHS_WITHOUT_DEPENDENT_LAUNCH = ("sm_80", "sm_86", "sm_89")
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,7 @@ class AppendConfig:
     """Everything that is fixed when the kernel is compiled; sizes, strides and pages are not.
 
     ``dtype`` is that of the new K and V, ``cache_dtype`` that of the cache. With a ``rotary`` other than "none" K is
-    rotated, and queries of ``q_dtype`` are too, by tables of ``rotary_dtype``. With ``launches_next`` the kernel lets
-    the next one of its stream start before it ends (programmatic dependent launch), if that one is launched with
-    ``use_pdl=True``; it must then wait (``griddepcontrol_wait``) before it reads what this one writes.
+    rotated, and queries of ``q_dtype`` are too, by tables of ``rotary_dtype``.
     """
 
     arch: str
@@ -42,7 +39,6 @@ class AppendConfig:
     rotary: str = NONE
     rotary_dtype: str = ""
     q_dtype: str = ""
-    launches_next: bool = False
 
     @property
     def is_scaled(self) -> bool:
@@ -62,8 +58,7 @@ class AppendConfig:
         """Unique among kernels."""
         names = SHORT_NAMES | {"float32": "fp32"}
         rotary = f"_{self.rotary}_{names[self.rotary_dtype]}_q{names[self.q_dtype]}" if self.rotates else ""
-        early = "_pdl" if self.launches_next else ""
-        return f"append_{self.arch}_{names[self.dtype]}_{names[self.cache_dtype]}{rotary}{early}"
+        return f"append_{self.arch}_{names[self.dtype]}_{names[self.cache_dtype]}{rotary}"
 
 
 def validate_append_config(config: AppendConfig) -> None:
@@ -78,10 +73,6 @@ def validate_append_config(config: AppendConfig) -> None:
     if reads_e4m3 and c.arch in ARCHS_WITHOUT_E4M3:
         raise NotImplementedError(
             f"arch is {c.arch}, which has no instructions for {E4M3}: append in PyTorch, with reference.append"
-        )
-    if c.launches_next and c.arch in ARCHS_WITHOUT_DEPENDENT_LAUNCH:
-        raise NotImplementedError(
-            f"launches_next is True and arch is {c.arch}, which has no programmatic dependent launch; allowed: False"
         )
 
 

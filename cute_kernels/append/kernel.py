@@ -204,8 +204,6 @@ class AppendKernel:
         parts: tuple,
         rows: Int32,
     ):
-        if const_expr(self.config.launches_next):
-            cute.arch.griddepcontrol_launch_dependents()
         row, part, _ = cute.arch.block_idx()
         mCacheSeqlens, mCuSeqlensNew, mBatchIdx, mPageTable = where
         batch = mCacheSeqlens.shape[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,6 @@ from hopper_attention.reference.append import append_to_cache, rotate_queries
 from tests.compile_pool import assert_small
 from tests.cute_kernels.append_cases import CASES, Draw, contiguous, packed, scaled
 from tests.cute_kernels.appending import Case, append_on_numpy, check, int32
-from tests.ptx import ptx_of
 
 
 def check_kernel(case: Case) -> None:
@@ -82,7 +80,7 @@ COMPILED = [
     AppendConfig("sm_80", "float16", "float16", INTERLEAVED, "float32", "float16"),
     AppendConfig("sm_86", E4M3, E4M3),
     AppendConfig("sm_89", "bfloat16", E4M3, HALVES, "bfloat16", "bfloat16"),
-    AppendConfig("sm_90a", "bfloat16", "bfloat16", HALVES, "bfloat16", "bfloat16", launches_next=True),
+    AppendConfig("sm_90a", "bfloat16", "bfloat16", HALVES, "bfloat16", "bfloat16"),
     AppendConfig("sm_90a", E4M3, E4M3, HALVES, E4M3, E4M3),
     AppendConfig("sm_120", "bfloat16", "bfloat16"),
 ]
@@ -92,17 +90,10 @@ def test_kernels_compile_without_spills() -> None:
     assert_small(COMPILED)
 
 
-def test_the_next_kernel_is_launched_only_where_it_is_asked_for() -> None:
-    early, *_ = (config for config in COMPILED if config.launches_next)
-    launches = re.compile(r"griddepcontrol\.launch_dependents")
-    assert len(launches.findall(ptx_of(early))) == 1
-    assert not launches.findall(ptx_of(replace(early, launches_next=False)))
-
-
 def test_names_are_of_one_config_each() -> None:
     configs = [*COMPILED, *(case.config() for case in CASES.values())]
     assert len({config.name for config in configs}) == len(set(configs))
-    assert COMPILED[3].name == "append_sm_90a_bf16_bf16_halves_bf16_qbf16_pdl"
+    assert COMPILED[3].name == "append_sm_90a_bf16_bf16_halves_bf16_qbf16"
     assert [arch_of(config) for config in COMPILED] == [config.arch for config in COMPILED]
 
 
@@ -128,7 +119,6 @@ def test_names_are_of_one_config_each() -> None:
             NotImplementedError,
             "arch is sm_86, which has no instructions",
         ),
-        ({"arch": "sm_89", "launches_next": True}, NotImplementedError, "no programmatic dependent launch"),
     ],
 )
 def test_what_no_kernel_is_built_from_is_refused(changed: dict, error: type, message: str) -> None:

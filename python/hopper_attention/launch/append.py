@@ -62,7 +62,6 @@ class AppendFacts(NamedTuple):
     cos: Facts | None
     sin: Facts | None
     is_interleaved: bool
-    launches_next: bool
 
 
 RawFacts = tuple[Any, Any, Any]
@@ -81,10 +80,9 @@ def append_facts(
     page_table: Tensor | None = None,
     rotation: Rotation | None = None,
     q: Tensor | None = None,
-    launches_next: bool = False,
 ) -> AppendFacts:
     """Those of a call of ``append``."""
-    return _named(*_raw_append_facts(k, v, k_cache, v_cache, page_table, rotation, q), launches_next)
+    return _named(*_raw_append_facts(k, v, k_cache, v_cache, page_table, rotation, q))
 
 
 def _raw_append_facts(
@@ -128,7 +126,6 @@ def select_append_config(facts: AppendFacts, target: Target) -> AppendConfig:
         _name(facts.k_cache.dtype),
         rotary,
         *of_rotary,
-        facts.launches_next,
     )
     validate_append_config(config)
     return config
@@ -200,7 +197,7 @@ class AppendLauncher(Launcher):
     kernel: Kernel
 
     def __call__(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """As ``append``, with all of its options but ``launches_next``."""
+        """As ``append``."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(*tensors, **options)
         return self._launch(*tensors, **options)
@@ -356,7 +353,6 @@ def append(
     q: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     per_query_position: bool = True,
-    launches_next: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Write new tokens into a cache, in place, and rotate queries, on torch's current stream, in one launch.
 
@@ -367,7 +363,6 @@ def append(
     Args:
         q: (batch, seqlen_q, heads, head_dim), or (total_q, ...) with ``cu_seqlens_q``; only with a ``rotation``.
         k_descale, v_descale: float32 (batch, kv_heads) of a cache of e4m3 for 16-bit tokens; None for ones.
-        launches_next: let the next kernel of the stream start before this one ends, if it was made for that.
 
     Returns:
         The lengths that the cache then has, int32 (batch,), and q rotated, a new tensor, or None.
@@ -376,7 +371,7 @@ def append(
         NotImplementedError: the kernel does not do it (``why_not_append``); the message says why, and what does.
     """
     facts = _raw_append_facts(k, v, k_cache, v_cache, page_table, rotation, q)
-    launcher, is_addressable = _find_for(k.device, *facts, launches_next)
+    launcher, is_addressable = _find_for(k.device, *facts)
     addresses = k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
     if rotation is not None:
         addresses |= rotation.cos.data_ptr() | rotation.sin.data_ptr() | (0 if q is None else q.data_ptr())
