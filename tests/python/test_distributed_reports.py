@@ -61,6 +61,7 @@ REPORTS = {2: "context_parallel_nvidia_h200.json", 4: "context_parallel_4_nvidia
 SCHEDULES = "context_schedules_4_nvidia_h200.json"
 SHORT = "context_short_4_nvidia_h200.json"
 SHORTS = {2: "context_short_2_nvidia_h200.json", 4: SHORT}
+OF_FP8 = "context_fp8_4_nvidia_h200.json"
 SHORT_SHAPES = [(n, h, hk) for n, h, hk in SHAPES if n == 1 << 15]
 
 Cells = dict[tuple[int, int, int], dict[str, dict[str, Any]]]
@@ -259,8 +260,46 @@ def test_targets_that_are_met_and_those_that_are_not() -> None:
         assert float(fastest(cells, "torch")) >= 1.15
         beside_ring = float(fastest(cells, "ring-flash-attn"))
         assert (beside_ring >= 1.15) == ((gpus, is_long) != (2, True)), (gpus, shape)
-    fp8 = {key: cells_of(SHORTS[key[0]])[key[1]]["ring FP8, forward"] for key in product(SHORTS, SHAPES[:2])}
-    assert [cell["over_16_bits"] >= 1.5 for cell in fp8.values()] == [True, True, False, False]
+    for shape in SHAPES:
+        cells = cells_of(OF_FP8)[shape]
+        fp8 = cells["ring FP8, forward"]
+        if shape[0] == 1 << 17:
+            # Of the code before it was 1.46.
+            assert fp8["over_16_bits"] >= 1.5 > cells_of(SHORT)[shape]["ring FP8, forward"]["over_16_bits"]
+            assert fp8["extra_bytes"] <= 2 * fp8["kv_shard_bytes"] + fp8["out_bytes"]
+        else:
+            auto, ulysses = (cells[f"{way}, {BOTH}"] for way in ("auto", "ulysses"))
+            assert auto["extra_bytes"] == ulysses["extra_bytes"]
+            # With 16 heads 0.85 is missed by little in this run.
+            assert (auto["efficiency"] >= 0.85) == (shape[1] == 32) and auto["efficiency"] > 0.845
+
+
+PUBLISHED = "ring-flash-attn, as published: FlashAttention-2 both ways"
+
+
+def rows_of_published() -> list[str]:
+    """ring-flash-attn as it is published: milliseconds, ours in turns with it, and how much faster that is."""
+    found = [(shape, cells_of(OF_FP8)[shape].get(PUBLISHED)) for shape in SHAPES]
+    return [
+        f"| {name_of(shape)} | {c['seconds'] * 1e3:.1f} | "
+        f"{c['ours_seconds'] * 1e3:.1f} | {c['ours_over_it']:.2f} |"
+        for shape, c in found
+        if c is not None
+    ]
+
+
+def rows_in_e4m3() -> list[str]:
+    """Forward by the ring on four: milliseconds in 16 bits and in e4m3, and how much faster that is, and GiB."""
+    rows = []
+    for shape in SHAPES:
+        plain, fp8 = (cells_of(OF_FP8)[shape][f"{way}, forward"] for way in ("ring", "ring FP8"))
+        found = [f"{c['seconds'] * 1e3:.2f}" for c in (plain, fp8)] + [f"{fp8['over_16_bits']:.2f}"]
+        found += [
+            f"{(2 * fp8['kv_shard_bytes'] + fp8['out_bytes']) / 2**30:.2f}",
+            f"{fp8['extra_bytes'] / 2**30:.2f}",
+        ]
+        rows.append(f"| {name_of(shape)} | " + " | ".join(found) + " |")
+    return rows
 
 
 BY_MESSAGES = Machine(host_gpus=1)
@@ -294,6 +333,8 @@ def rows_of_model_and_measurement() -> list[str]:
         ("short", rows_of_short),
         ("short others", rows_of_short_others),
         ("targets", rows_of_targets),
+        ("published", rows_of_published),
+        ("in e4m3", rows_in_e4m3),
         ("model and measurement", rows_of_model_and_measurement),
     ],
 )
