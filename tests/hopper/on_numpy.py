@@ -164,17 +164,19 @@ class Arguments:
         softmax_scale: float,
         sides: tuple[int, ...],
         rules: Rules = NO_RULES,
-    ) -> None:
+    ) -> Tensor:
         """What a kernel of packed sequences takes behind its maps, up to what is done to scores; ``numbers`` are those
-        of sequences and of the heads of a K/V head."""
+        of sequences and of the heads of a K/V head. Gives the counter of tiles, which the kernel is to leave zero."""
         self.values += [b"\0" * 16] * len(self.values)
         self.tensor(lse, tuple(lse.shape[::-1]), (lse.stride(0),))
-        self.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+        counter = torch.zeros(2, dtype=torch.int32)
+        self.tensor(counter, (), ())
         self.sinks(rules)
         self.add((rules.softcap or softmax_scale) * LOG2_E)
         self.tensor(plan, tuple(plan.shape), ())
         self.add(*numbers, 0, *sides)
         self.softcap_and_slopes(rules, softmax_scale)
+        return counter
 
     def launch(
         self, program: Program, grid: tuple[int, int, int], timing: Timing = AT_ONCE, cluster: int = 1
@@ -245,9 +247,10 @@ def packed_forward_on_numpy(
         ragged_map(v, c.tile_n, c.head_dim_v),
         ragged_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
-    arguments.packed(lse, plan, (sequences, q.shape[1] // k.shape[1]), softmax_scale, sides)
+    counter = arguments.packed(lse, plan, (sequences, q.shape[1] // k.shape[1]), softmax_scale, sides)
     arguments.dropout_and_functions(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    assert not counter.any(), "the next launch would begin with tiles that this one has counted"
     return out, lse
 
 

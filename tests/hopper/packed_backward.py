@@ -24,10 +24,11 @@ def packed_backward_on_numpy(
     timing: Timing = AT_ONCE,
     dlse: Tensor | None = None,
     sides: tuple[int, ...] = (),
+    ctas: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, which were NaN before, of (dout, q, k, v) and (out, lse), as the three kernels leave them.
 
-    ``sequences`` are those of Q and of K; ``sides`` those of a window.
+    ``sequences`` are those of Q and of K; ``sides`` those of a window; ``ctas`` those of a persistent grid.
     """
     c, (dout, q, k, v), scale = config, inputs, inputs[1].shape[2] ** -0.5
     plan = plan_of(*sequences, tile=c.tile_n, of_keys=True)
@@ -41,7 +42,8 @@ def packed_backward_on_numpy(
     arguments.add(*maps)
     arguments.values += [b"\0" * 16] * len(maps)
     counter = torch.zeros(2 + q.shape[1] * tiles * (c.counts_per_tile if c.ordered else 0), dtype=torch.int32)
-    _launch(c, arguments, k, (sums, counter), (plan, number), (scale, *sides), timing)
+    _launch(c, arguments, k, (sums, counter), (plan, number), (scale, *sides), timing, ctas)
+    assert not counter[:2].any(), "the next launch would begin with tiles that this one has counted"
 
     finish_on_numpy(c, sums, dq, (plan, number), scale)
     return dq, dk, dv
@@ -95,6 +97,7 @@ def _launch(
     plan_and_number: tuple[Tensor, int],
     scale_and_sides: tuple[float | int, ...],
     timing: Timing,
+    ctas: int,
 ) -> None:
     """The kernel between prepare and finish, of k and (sums, counter), behind the maps in ``arguments``."""
     k, (sums, counter), (plan, number) = keys, results, plan_and_number
@@ -107,10 +110,10 @@ def _launch(
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(number, heads // kv_heads, *(() if is_paired else (kv_heads,)), tiles)
     if is_paired:
-        ctas = CLUSTER_CTAS * plan_entries(k.shape[0], number - 1, config.tile_n)
-        arguments.launch(program, (ctas, kv_heads, 1), timing, CLUSTER_CTAS)
+        of_tiles = CLUSTER_CTAS * plan_entries(k.shape[0], number - 1, config.tile_n)
+        arguments.launch(program, (of_tiles, kv_heads, 1), timing, CLUSTER_CTAS)
     else:
-        arguments.launch(program, (1, 1, 1), timing)
+        arguments.launch(program, (ctas, 1, 1), timing)
 
 
 def _maps(

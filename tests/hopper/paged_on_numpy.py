@@ -92,10 +92,11 @@ def paged_forward_on_numpy(
         ragged_map(v[0], c.page_box, c.head_dim_v),
         ragged_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
-    arguments.packed(lse, plan, (batch + 1, q.shape[1] // k.shape[2]), softmax_scale, sides, rules)
+    counter = arguments.packed(lse, plan, (batch + 1, q.shape[1] // k.shape[2]), softmax_scale, sides, rules)
     arguments.tensor(cache.table, tuple(cache.table.shape), cache.table.stride()[:1])
     arguments.tensor(cache.leftpad, tuple(cache.leftpad.shape), ())
     arguments.add(k.shape[0], k.stride(0) // k.stride(1))
     arguments.divisors(k.shape[1])
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    assert not counter.any()
     return out, lse

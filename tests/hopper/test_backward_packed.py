@@ -62,7 +62,7 @@ def gradients(inputs: list[Tensor], q: Packed, k: Packed, sides: tuple[int, int]
     return out, lse, *grads
 
 
-def check(dtype, head_dim, causal, q, k, heads, ordered, sides=None, has_dlse=False) -> None:
+def check(dtype, head_dim, causal, q, k, heads, ordered, sides=None, has_dlse=False, ctas=1) -> None:
     config = select(dtype, head_dim, causal, ordered, sides is not None, layout="varlen")
     inputs = draw(DTYPES[dtype], q, k, heads, head_dim)
     left, right = sides or (NO_LIMIT, NO_LIMIT)
@@ -73,7 +73,7 @@ def check(dtype, head_dim, causal, q, k, heads, ordered, sides=None, has_dlse=Fa
     if has_dlse:
         dlse[lse == -math.inf] = math.nan
     rows = out.to(DTYPES[dtype]), lse.float()
-    options = {"dlse": dlse if has_dlse else None, "sides": sides or ()}
+    options = {"dlse": dlse if has_dlse else None, "sides": sides or (), "ctas": ctas}
     ours = packed_backward_on_numpy(config, tuple(inputs), rows, (q, k), LATE, **options)
     for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
         assert torch.equal(a.isnan(), e.isnan()), name
@@ -104,3 +104,9 @@ def test_gradients_of_packed_sequences(dtype, head_dim, causal, sequences, heads
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_of_the_lse_of_packed_sequences(head_dim) -> None:
     check("bfloat16", head_dim, head_dim == 64, *UNEVEN, (2, 1), head_dim == 128, has_dlse=True)
+
+
+@pytest.mark.parametrize("ctas", [3, 9])
+def test_grids_of_fewer_and_of_more_ctas_than_tiles(ctas: int) -> None:
+    """Without ``ordered`` the producer tells the consumers where a tile lies, and a CTA may be told of none."""
+    check("bfloat16", 64, True, *UNEVEN, (2, 1), False, ctas=ctas)

@@ -51,7 +51,8 @@ class GradientSums:
 
         Args:
             launcher: of the mask.
-            part: entries of the batch and heads of Q that take part; not some of both.
+            part: entries of the batch and heads of Q that take part: all heads of some entries, or some heads where
+                there is one entry. Kernels count query tiles over heads and entries alike.
             tensors: k, v, dk and dv of these entries and of the heads that belong to those of Q. dk and dv may be k
                 and v themselves where ``may_replace_keys`` says so.
             mask: between the rows and these keys.
@@ -60,7 +61,8 @@ class GradientSums:
         k, v, dk, dv = tensors
         rows = (x[batch, :, heads] for x in (self.q, self.dout))
         q, dout = map(make_addressable, rows)
-        work = (x[batch, heads] for x in (self.lse_log2, self.delta, self.sums))
+        work = tuple(x[batch, heads] for x in (self.lse_log2, self.delta, self.sums))
+        assert work[2].is_contiguous(), "kernels take sums of heads that lie one behind the other"
         window = mask.sides if mask.has_window else ()
         inputs = q, make_addressable(k), make_addressable(v), dout
         with torch.cuda.device(launcher.device_index):

@@ -1,0 +1,75 @@
+"""Sums of dQ over parts of the keys: cleared once for the whole pass, however many launches add to them."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper_attention.device_memory import Piece
+from hopper_attention.launch.backward import BackwardLauncher, DqTile
+from hopper_attention.launch.gradient_sums import GradientSums
+from hopper_attention.masks import MaskSpec
+from tests.python.fake_gpu import pretend
+
+ROWS, HEADS, TILE = 70, 2, DqTile(tile_m=32, dq_parts=2, dq_words=64)
+
+
+class Adding:
+    """A launcher whose kernel adds 1 to the sums that it is given, and whose last step hands them out."""
+
+    dq_tile, device_index, config = TILE, 0, SimpleNamespace(tile_m=TILE.tile_m)
+
+    def __init__(self) -> None:
+        self.cleared: list[tuple[int, ...]] = []
+        self.finished = torch.empty(0)
+
+    def prepare(self, *arguments: Tensor) -> None:
+        *_, lse_log2, delta, sums = arguments
+        for x in (lse_log2, delta, sums):
+            x.zero_()
+        self.cleared.append(tuple(sums.shape))
+
+    def start(self, inputs: tuple[Tensor, ...], memory: tuple[Tensor, ...], *_: Any) -> None:
+        assert len(inputs) == 4
+        memory[2].add_(1.0)
+
+    def finish(self, sums: Tensor, dq: Tensor, softmax_scale: float) -> None:
+        self.finished = sums.clone()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_sums_are_cleared_once_and_whole(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    monkeypatch.setattr(Piece, "empty", lambda piece, device: torch.full(piece.shape, math.nan))
+    adding = Adding()
+    launcher = cast(BackwardLauncher, adding)
+    q, out, dout = (torch.zeros(batch, ROWS, HEADS, 64, dtype=torch.bfloat16) for _ in range(3))
+    sums = GradientSums(launcher, q, out, torch.zeros(batch, HEADS, ROWS), dout, None)
+    k, v, dk, dv = (torch.zeros(batch, 40, HEADS, 64, dtype=torch.bfloat16) for _ in range(4))
+    # Three parts of the keys; of the third the last entry of two alone, or the last head of the only one.
+    everything, last = (slice(None), slice(None)), (slice(batch - 1, None), slice(2 - batch, None))
+    for part in (everything, everything, last):
+        given = tuple(x[part[0], :, part[1]] for x in (k, v, dk, dv))
+        tensors = cast(tuple[Tensor, Tensor, Tensor, Tensor], given)
+        sums.add(launcher, part, tensors, 0.125, MaskSpec(causal=False))
+    if batch > 1:
+        with pytest.raises(AssertionError, match="one behind the other"):
+            sums.add(launcher, (slice(None), slice(1, None)), (k, v, dk, dv), 0.125, MaskSpec(causal=False))
+    # Other sums of rows that begin with a tile are taken over; of others they are not.
+    rest = GradientSums(
+        launcher, q[:, 32:], out[:, 32:], torch.zeros(batch, HEADS, ROWS - 32), dout[:, 32:], None
+    )
+    rest.add(launcher, (slice(0, batch), slice(0, HEADS)), (k, v, dk, dv), 0.125, MaskSpec(causal=False))
+    assert sums.take(rest, 32) and not sums.take(rest, 33)
+    sums.finish(torch.empty_like(q), 0.125)
+
+    assert adding.cleared == [(batch, HEADS, 3, 2, 64), (batch, HEADS, 2, 2, 64)]
+    expected = torch.full((batch, HEADS, 3, 2, 64), 2.0)
+    expected[last] += 1
+    expected[:, :, 1:] += 1
+    assert torch.equal(adding.finished, expected)
