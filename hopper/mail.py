@@ -55,7 +55,7 @@ def read(scheduler: TileScheduler, words: int, state: PipelineState) -> tuple[In
     message = cute.make_rmem_tensor(words, Int32)
     for part in range(words // WORDS_OF_A_COPY):
         cute.autovec_copy(_part_of_mailbox(scheduler, state, words, part), _part(message, part))
-    # From here on all lanes have read.
+    # The lanes read together, before the arrival that gives the place back.
     uniform = tuple(cute.arch.make_warp_uniform(message[i]) for i in range(words))
     _release(scheduler, state)
     return uniform
