@@ -71,7 +71,7 @@ def find(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | None:
         options: all other arguments of the call but the scale. They count with their types.
     """
     v = parts.v
-    if not may_be_like() or type(v) is not TransposedV or parts.shift.numel():
+    if not may_be_like() or type(v) is not TransposedV or _is_undone_by_pytorch(parts):
         return None
     tensors = _tensors_of(parts)
     call = remembered.find((len(tensors), *_key_of(parts, v.seqlen, options)), *tensors)
@@ -90,8 +90,7 @@ def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None
         or launch.repairs
         or launch.has_window
         or type(v) is not TransposedV
-        or parts.quantization.rotate_v
-        or parts.shift.numel()
+        or _is_undone_by_pytorch(parts)
         or not may_be_like()
         or any(x.requires_grad or not x.is_contiguous() for x in tensors)
         or device_memory.is_capturing(parts.q.data.device)
@@ -100,6 +99,11 @@ def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None
     key = len(tensors), *_key_of(parts, v.seqlen, options)
     if remembered.comes_again(key):
         remembered.keep(key, PartsCall.of(launch, parts), *tensors)
+
+
+def _is_undone_by_pytorch(parts: QuantizedQKV) -> bool:
+    """Whether V is rotated, which is undone in the output, or K lost its mean, which is in the LSE."""
+    return parts.quantization.rotate_v or parts.shift.numel() > 0
 
 
 def _key_of(parts: QuantizedQKV, seqlen_k: int, options: tuple[Any, ...]) -> Key:

@@ -382,6 +382,15 @@ def attend_twice(case: Case) -> bool:
     return all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
 
 
+def attend_under_autocast() -> bool:
+    """Whether calls with keys in float32, which autocast casts, have the same bits however often they are made."""
+    g = torch.Generator().manual_seed(dist.get_rank())
+    q, k, v = (torch.randn(1, 4, 2, 16, generator=g) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = [context_parallel_attention(q.bfloat16(), k, v, groups()[2], method="ring") for _ in range(4)]
+    return all(torch.equal(out, outs[0]) for out in outs)
+
+
 def of_dtensors(ranks: int | str) -> dict[str, np.ndarray]:
     """Attention of DTensors, contiguous on a mesh: what comes out of it as a whole, and the gradient of q."""
     *whole, _ = Case(ranks, "auto").tensors()

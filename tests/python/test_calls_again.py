@@ -439,6 +439,13 @@ def test_parts_that_pytorch_has_to_undo_are_not_taken_for_others(seen: Seen) -> 
         for _ in range(3):
             flash_attn_quantized_func(parts)
     assert not parts_again.remembered._calls
+    plain = [quantize_qkv(*qkv(), quantization=Fp8Quantization(smooth_v=False)) for _ in range(3)]
+    for parts in plain:
+        flash_attn_quantized_func(parts)
+    options = False, False, False, False, None
+    assert parts_again.find(plain[0], options) is not None
+    rotated = quantize_qkv(*qkv(), quantization=Fp8Quantization(rotate_v=True, smooth_v=False))
+    assert rotated.q.data.shape == plain[0].q.data.shape and parts_again.find(rotated, options) is None
 
 
 @pytest.mark.parametrize("how", ["graph", "address", "gpu"])

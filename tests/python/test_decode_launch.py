@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_kernels.window import NO_LIMIT
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.mla.config import MlaConfig
-from hopper_attention import compile_cache, flash_attn_with_kvcache
+from hopper_attention import compile_cache, device_memory, flash_attn_with_kvcache
 from hopper_attention.decode_rules import MAX_PARTS, ctas_of_pieces
 from hopper_attention.launch import decode
 from hopper_attention.launch import kvcache as launch
 from hopper_attention.reference import attention_naive
-from tests.python.fake_gpu import SMS, forget_launchers, pretend
+from tests.python.fake_gpu import SMS, forget_launchers, new_memory, pretend
 from tests.python.kvcache_cases import FP8, CacheCase
 
 NAMES = (
@@ -185,6 +186,38 @@ def test_hints_reach_the_kernel(kernels: DecodeKernels) -> None:
     flash_attn_with_kvcache(**call, num_splits=3, sm_margin=40)
     (seen,) = kernels.calls
     assert seen["max_splits"] == 3 and seen["num_ctas"] == ctas_of_pieces(SMS - 40, 6) == 80
+
+
+class Kept:
+    """A piece of work memory as kernels take it on a GPU: no tensor of torch."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __setitem__(self, place: Any, values: Tensor) -> None:
+        self.x[place] = values
+
+
+class Dispatched(TorchDispatchMode):
+    """Calls within go through torch's dispatcher, as those of torch.compile do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_call_through_the_dispatcher_leaves_its_lse_in_work_memory(
+    kernels: DecodeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memory(index: int, pieces: device_memory.Pieces) -> device_memory.Work:
+        tensors = new_memory(index, pieces).tensors
+        return device_memory.Work(tensors, tuple(map(Kept, tensors)))
+
+    monkeypatch.setattr(device_memory, "stream_memory", memory)
+    call = PAGES.build(torch.bfloat16)
+    wanted = flash_attn_with_kvcache(**call)
+    with Dispatched():
+        assert torch.equal(flash_attn_with_kvcache(**call), wanted)
+    assert len(kernels.calls) == 2 and all(isinstance(seen["lse"], Kept) for seen in kernels.calls)
 
 
 def test_one_tile_is_in_few_parts(kernels: DecodeKernels) -> None:

@@ -261,6 +261,10 @@ def test_dtensors_come_back_as_dtensors(pool: Pool, ranks: int | str) -> None:
         check("dq", torch.from_numpy(found["dq"]).double(), dq, dq, BUDGET)
 
 
+def test_what_autocast_casts_is_cast_in_every_call(pool: Pool) -> None:
+    assert all(pool(2, "attend_under_autocast"))
+
+
 def test_a_second_derivative_is_refused(pool: Pool) -> None:
     for method in ("ring", "all_gather", "ulysses"):
         for told in pool(2, "differentiated_twice", method):

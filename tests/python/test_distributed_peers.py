@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from hopper_attention import flash_attn_fp8_func
 from hopper_attention.distributed import Machine, explain_context_parallel
-from hopper_attention.distributed.peers import why_not
+from hopper_attention.distributed.peers import SymmetricMemory, why_not
 from hopper_attention.quantized import Fp8Quantization
 from tests.python.distributed_ranks import Case, Pool, members
 from tests.python.test_distributed import BUDGET, CAUSAL, ODD, compare, in_one_process, rows_of
@@ -53,7 +54,9 @@ def test_heads_are_quantized_where_they_are_attended_to(
 ) -> None:
     # The blocks and their scales are those of one process on the whole, and so is the mean of K.
     quantization = Fp8Quantization(smooth_k=True)
-    options = {"causal": True, "quantization": quantization}
+    # Two names of a causal mask.
+    mask = {"causal": True} if by_peer_memory else {"window_size": (-1, 0)}
+    options = {**mask, "quantization": quantization}
     case = Case(2, "ulysses", options, 256, 256, heads=(8, 4), batch=1, with_gradient=False, head_dim_v=16)
     q, k, v, *_ = case.tensors()
     out, lse = flash_attn_fp8_func(q, k, v, causal=True, return_attn_probs=True, quantization=quantization)
@@ -117,6 +120,17 @@ def test_one_rank_that_cannot_keeps_all_to_messages(pool: Pool) -> None:
     assert pool(2, "share_memory", "cannot") == ["no luck on rank 1"] * 2
     assert pool(2, "share_memory", "elsewhere") == ["rank 1 is in another place than rank 0"] * 2
     assert pool(2, "share_memory", "fails") == ["RuntimeError: CUDA driver error on rank 1"] * 2
+
+
+def test_rooms_first_seen_in_inference_mode_are_written_to_outside_of_it() -> None:
+    memory = object.__new__(SymmetricMemory)
+    memory.views = {}
+    memory.handle = SimpleNamespace(
+        get_buffer=lambda rank, shape, dtype, first: torch.zeros(shape, dtype=dtype)
+    )
+    with torch.inference_mode():
+        memory.view(0, (2, 3), torch.float32, 0)
+    assert memory.view(0, (2, 3), torch.float32, 0).copy_(torch.ones(2, 3)).sum() == 6
 
 
 def test_a_gpu_needs_symmetric_memory_and_a_system_that_passes_descriptors(

@@ -468,6 +468,13 @@ def test_a_layer_of_a_step_on_a_static_cache_launches_nothing_beside_attention(p
     assert operators.names == {"aten::transpose.int": 3, "hopper_attention::attend_kvcache": 1}
 
 
+def test_values_written_into_a_mask_count() -> None:
+    mask = visible.encode(torch.tensor([[0, 7], [1, 7]]), 0, visible.CAUSAL).contiguous()
+    assert [x.tolist() for x in visible.decode(mask).columns] == [[0, 1], [7, 7]]
+    mask.copy_(torch.tensor([2, 8], dtype=torch.int32))
+    assert [x.tolist() for x in visible.decode(mask).columns] == [[2, 2], [8, 8]]
+
+
 def test_the_mask_of_a_step_takes_five_kernels_and_two_copies() -> None:
     tokens_seen = torch.ones(2, 8, dtype=torch.bool)
     tokens_seen[1, :3] = False

@@ -260,8 +260,8 @@ def _attend(
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     request = make_request(q, k, v, sinks, mesh, o)
     method = _method_of(request, o, q.device)
-    if key is not None and q is tensors[0]:
-        # Autocast leaves all of one 16-bit dtype as they are, and no others.
+    # Not where autocast made others of them.
+    if key is not None and q is tensors[0] and k is tensors[1] and v is tensors[2]:
         again.remember(key, tensors, again.LikeCall(method, request, o))
     if method == MESH:
         heads = Heads.of(request.ulysses[0], q, k, v, CONTIGUOUS)
@@ -303,7 +303,8 @@ def _run(
     ring, problem, call = request.ring, request.problem, request.call
     if o.quantization is not None and method == ULYSSES:
         heads = Heads.of(ring, q, k, v, problem.layout)
-        options = Fp8Options(o.quantization, o.causal)
+        # Without a window, but that a right side of 0 is a causal mask.
+        options = Fp8Options(o.quantization, problem.right == 0)
         return heads.attend_in_fp8((q, k, v), sinks, call, options, o.return_lse)
     if o.quantization is not None:
         out, lse = ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization)

@@ -89,7 +89,9 @@ class SymmetricMemory(PeerMemory):
         if found is None:
             if len(self.views) >= REMEMBERED_VIEWS:
                 self.views.clear()
-            found = self.handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
+            # Kept from inference mode, it could not be written to outside of it.
+            with torch.inference_mode(False):
+                found = self.handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
             self.views[key] = found
         return found
 

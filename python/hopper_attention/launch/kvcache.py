@@ -53,7 +53,8 @@ def serve(
         has no elements.
     """
     result, lse = serve_whole(call, tensors, scores, out)
-    return result, lse if call.wants_lse else lse.new_empty(0)
+    # What a kernel leaves may be no tensor of torch.
+    return result, lse if call.wants_lse else result.new_empty(0, dtype=torch.float32)
 
 
 def serve_whole(

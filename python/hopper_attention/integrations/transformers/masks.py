@@ -249,7 +249,7 @@ def read_padding(attention_mask: Tensor, frame: Frame) -> Padding:
     numbers = [tokens.argmax(-1), tokens.flip(-1).argmax(-1), tokens.sum(-1)]
     batch, positions = tokens.shape
     offsets = frame.q_offset, frame.kv_offset
-    numbers += [x.reshape(1) for x in offsets if isinstance(x, Tensor)]
+    numbers += [x.reshape(1).to(tokens.device) for x in offsets if isinstance(x, Tensor)]
     found = torch.cat(numbers).tolist()
     of_device = iter(found[3 * batch :])
     q_offset, kv_offset = (next(of_device) if isinstance(x, Tensor) else x for x in offsets)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hopper_attention.device_memory import is_capturing
 from hopper_attention.lengths import Lengths
 
 WINDOW_ONLY, ENDS, KEYS, ROWS = 0, 1, 2, 4
@@ -69,10 +70,14 @@ def encode(values: Tensor, window: int, kind: int) -> Tensor:
 
 def decode(mask: Tensor) -> Visible:
     """What a tensor of ``encode`` says. All layers of a pass ask for it."""
-    return _decode(mask) if torch.compiler.is_compiling() else _decode_once(mask)
+    # A graph is replayed on other values of the same mask.
+    if torch.compiler.is_compiling() or is_capturing(mask.device):
+        return _decode(mask)
+    return _decode_once(mask, -1 if mask.is_inference() else mask._version)
 
 
-def _decode(mask: Tensor) -> Visible:
+def _decode(mask: Tensor, version: int = -1) -> Visible:
+    """``version``: of the mask, with its values another one; -1 under torch.inference_mode, where it has none."""
     kind, window = mask.shape[1], mask.shape[2] - 1
     values = mask[0, :, 0] if kind == PACKED else mask[:, 0, 0]
     # generate has made a mask contiguous, with the fields of a sequence side by side.
@@ -81,7 +86,8 @@ def _decode(mask: Tensor) -> Visible:
 
 
 _decode_once = lru_cache(maxsize=MASKS_OF_A_MODEL)(_decode)
-"""A tensor is its own key, and what is kept are its fields: copied once for all layers, where they have to be."""
+"""A tensor is its own key, with its version, and what is kept are its fields: copied once for all layers, where they
+have to be."""
 
 
 def is_encoded(mask: object) -> bool:
