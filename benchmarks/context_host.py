@@ -86,7 +86,6 @@ def pretend() -> PushedExchange:
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_properties", lambda index: mock.Mock(multi_processor_count=MULTIPROCESSORS)),
         (device_memory, "empty_on_gpu", guards._empty_strided_cpu),
-        (device_memory, "stream_memory", lambda index, pieces: tuple(x.empty("cpu") for x in pieces)),
         (device_memory, "tile_counter", lambda index: counter),
     ]
     # It takes arguments as kernels do, tensors of torch among them.
