@@ -32,7 +32,7 @@ from hopper_attention.like_calls import Remembered
 MOST_BYTES = 1 << 27
 """That a rank is given in an exchange: Q, K and V, or their gradients. 32k tokens on four ranks have 101 MB with 16
 heads of 128 columns, and as many with 32 over 8. What is larger takes long enough to hide what messages cost, and the
-rooms are kept."""
+buffer is kept."""
 
 LEAST_BYTES = 1 << 25
 """Of a buffer."""
