@@ -60,8 +60,8 @@ QUANTIZED_BYTES = 3
 BOTH_PASSES = FORWARD_PRODUCTS, BACKWARD_PRODUCTS
 
 FP8_SPEED, FP8_STEP_US = 1.8, 700.0
-"""Of attention in FP8 over 16 bits, and what an exchange costs besides: its calls, and more and smaller messages. Fitted
-to the first reports of two and four GPUs, when it made nine calls; now it makes four, so the model is on the slow side."""
+"""Of attention in FP8 over 16 bits, and what an exchange costs besides: its calls, and more and smaller messages.
+Fitted to the first reports of two and four GPUs, when it made nine calls. It makes four now, so the model is slow."""
 
 TILE = 128
 """Rows of Q, or in the backward pass keys, that one SM works on at a time."""
