@@ -479,6 +479,8 @@ def disagree(about: str) -> str:
         rows = 12 if odd else 8
     if about == "causal":
         options["causal"] = odd
+    if about == "sinks":
+        options["sinks"] = torch.zeros(2) if odd else None
     x = torch.zeros(1, rows, 2, 16, dtype=DTYPE)
     return error_of(lambda: context_parallel_attention(x, x, x, groups()[2], method="ring", **options))
 

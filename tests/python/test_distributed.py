@@ -299,6 +299,7 @@ def test_ranks_that_disagree_are_told_who_and_in_what(pool: Pool) -> None:
     )
     assert "[1, 12, 2, 16] on rank 1 and [1, 8, 2, 16] on rank 0" in second
     assert "the window, with causal," in pool(2, "disagree", "causal")[0]
+    assert "whether there are sinks is False on rank 0 and True on rank 1" in pool(2, "disagree", "sinks")[0]
     # And after that the same ranks can go on.
     assert all(pool(2, "round_trip", 2, "zigzag"))
 

@@ -155,7 +155,7 @@ def make_request(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Me
         )
     call = Call(scale, float(o.softcap), o.backend, bool(o.deterministic), o.sm_margin, is_least)
     for ranks in (ring, *inner):
-        _check_agreement(ranks, (q, k, v), problem, call, o)
+        _check_agreement(ranks, (q, k, v), sinks, problem, call, o)
     heads, kv_heads = (max(1, n // parts) for n in (q.shape[2], k.shape[2]))
     sizes = Sizes(q.shape[0], heads, kv_heads, q.shape[3], v.shape[3], 1 if o.quantization else 2)
     return Request(ring, tuple(inner), problem, sizes, call)
@@ -195,7 +195,12 @@ def _check_fp8(problem: Problem, o: Options, wants_gradient: bool) -> None:
 
 
 def _check_agreement(
-    ranks: Ranks, tensors: tuple[Tensor, Tensor, Tensor], problem: Problem, call: Call, o: Options
+    ranks: Ranks,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    problem: Problem,
+    call: Call,
+    o: Options,
 ) -> None:
     if o.check != FIRST:
         return
@@ -205,6 +210,7 @@ def _check_agreement(
         "the shape of k": list(k.shape),
         "the shape of v": list(v.shape),
         "the dtype of q": str(q.dtype),
+        "whether there are sinks": sinks is not None,
         "whether a gradient is wanted": needs_gradient(q, k, v),
         "method": o.method,
         "memory": o.memory,
