@@ -221,8 +221,7 @@ def flash_attn_of(kernels: Kernels) -> ModuleType:
             target.copy_(gradient)
 
     module = ModuleType(INTERFACE)
-    module._flash_attn_forward = _flash_attn_forward  # type: ignore[attr-defined]
-    module._flash_attn_backward = _flash_attn_backward  # type: ignore[attr-defined]
+    vars(module).update(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
     return module
 
 

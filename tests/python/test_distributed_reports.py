@@ -13,9 +13,7 @@ import pytest
 
 from hopper_attention.distributed import Machine, explain_context_parallel
 from hopper_attention.distributed.auto import Sizes
-from hopper_attention.distributed.pieces import (
-    Problem,
-)
+from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.schedule import Schedule, backward_schedule, forward_schedule
 
 
