@@ -52,17 +52,23 @@ def await_first_word(scheduler: TileScheduler, words: int, state: PipelineState)
 
 def read(scheduler: TileScheduler, words: int, state: PipelineState) -> tuple[Int32, ...]:
     """Consumer warp: all words of the message that was awaited, whose place is free then."""
+    message = look_at(scheduler, words, state)
+    release(scheduler, state)
+    return message
+
+
+def look_at(scheduler: TileScheduler, words: int, state: PipelineState) -> tuple[Int32, ...]:
+    """The same, but its place is not free before ``release``."""
     message = cute.make_rmem_tensor(words, Int32)
     for part in range(words // WORDS_OF_A_COPY):
         cute.autovec_copy(_part_of_mailbox(scheduler, state, words, part), _part(message, part))
     # The lanes read together, before the arrival that gives the place back.
-    uniform = tuple(cute.arch.make_warp_uniform(message[i]) for i in range(words))
-    _release(scheduler, state)
-    return uniform
+    return tuple(cute.arch.make_warp_uniform(message[i]) for i in range(words))
 
 
 @cute.jit
-def _release(scheduler: TileScheduler, state: PipelineState):
+def release(scheduler: TileScheduler, state: PipelineState):
+    """Consumer warp: the place of the message that was looked at is free."""
     if scheduler.lane == 0:
         scheduler.pipe.consumer_release(state)
 

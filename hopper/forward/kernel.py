@@ -338,7 +338,7 @@ class ForwardKernel:
         # Each warpgroup has one stage of Q, so its barrier changes phase once a tile.
         q_phase = Int32(0)
         consumer.ping_pong.prime()
-        tiles = self.parts.kv_source.tiles_type(work)
+        tiles = self.parts.kv_source.tiles(work, precision.recomputes_addresses)
         tile = tiles.first(mail_state)
         while tile < tiles.end:
             place = tiles.place(tile, mail_state)
@@ -377,7 +377,7 @@ class ForwardKernel:
 
     @property
     def _mailbox_words(self) -> int:
-        return MAILBOX_STAGES * self.parts.kv_source.tiles_type.words
+        return MAILBOX_STAGES * self.parts.kv_source.words_of_tile
 
     def _smem_carveout(self) -> int | None:
         """Percent of the L1 cache to use as shared memory. For several CTAs an SM the DSL would ask the GPU, and there

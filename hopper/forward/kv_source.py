@@ -1,6 +1,6 @@
 """How Q and a key block reach shared memory: the atoms, the pipelines, and what the producer warpgroup does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -9,6 +9,7 @@ from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
 
+from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper import mail
@@ -16,7 +17,7 @@ from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.barriers import MAX_CONSUMERS, NamedBarrier
 from hopper.forward.batch import DenseBatch
 from hopper.forward.operands import PerOperand, Pipelines, Work
-from hopper.forward.places import WORDS, NumberedTiles, PlacedTiles, message_of
+from hopper.forward.places import WORDS, KeptPlaces, NumberedTiles, PlacedTiles, message_of
 from hopper.forward.producer import NoWord, Producer
 from hopper.tiles import WARPS_PER_WARPGROUP, ragged_view, swizzled_layout
 
@@ -24,7 +25,7 @@ LOADING_WARP, FINDING_WARP = 0, 1
 THREADS_OF_TWO_WARPS = 64
 
 NEXT_TILE = NamedBarrier.PING_PONG + MAX_CONSUMERS
-"""The named barrier at which the loading warp asks for the next tile."""
+"""The named barrier at which a loading warp asks for the next tile."""
 
 BLOCKS_AHEAD = 2
 """Blocks of a tile that are not yet loaded when the next one is asked for."""
@@ -62,13 +63,17 @@ class DenseTma(LoopInvariant):
     v_row_mode = 1
     v_row_step = 1
     row_stages = 0
-    tiles_type = NumberedTiles
-    """How consumers learn of the tiles."""
+    words_of_tile = NumberedTiles.words
+    """int32 that say in the mailbox which tile comes next."""
 
     @property
     def receiving_warps(self) -> int:
         """Warps that are told which tile comes next."""
         return WARPS_PER_WARPGROUP * self.config.consumers
+
+    def tiles(self, work: Work, reads_again: bool) -> NumberedTiles:
+        """How consumers learn of the tiles. With ``reads_again`` they ask where one lies at its end too."""
+        return NumberedTiles(work)
 
     def arrange_k(self, mK: cute.Tensor, batch: DenseBatch) -> cute.Tensor:
         """K as TMA sees it: with its rows first, then head_dim, then kv_heads."""
@@ -153,29 +158,28 @@ class DenseTma(LoopInvariant):
         work.scheduler.finish()
 
 
-class PackedTma(DenseTma):
-    """``DenseTma`` for packed sequences: V is (total_k, kv_heads, head_dim_v).
+class FoundTiles(DenseTma):
+    """For packed sequences: one warp finds tiles in the plan, and others load them.
 
-    Two warps: one finds tiles in the plan, and one loads them. A tile is claimed when BLOCKS_AHEAD blocks of the one
-    before are still to be loaded, so that nothing waits while it is looked up. A message of the mailbox says where a
-    tile lies. In ``ForwardKernel``'s table it has 32 bytes then, and `4 * consumers + 1` arrivals empty it.
+    A tile is claimed when BLOCKS_AHEAD blocks of the one before are still to be loaded, so that nothing waits while it
+    is looked up. A message of the mailbox says where a tile lies. In ``ForwardKernel``'s table it has 32 bytes then,
+    and `4 * consumers + loading_warps` arrivals empty it.
     """
 
-    def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
-        return ragged_view(
-            cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[2, 0, 1])), self.v_row_mode
-        )
+    words_of_tile = WORDS
+    loading_warps = 1
 
-    tiles_type = PlacedTiles
+    def tiles(self, work: Work, reads_again: bool) -> PlacedTiles:
+        return KeptPlaces(work) if reads_again else PlacedTiles(work)
 
     @property
     def receiving_warps(self) -> int:
-        return super().receiving_warps + 1
+        return super().receiving_warps + self.loading_warps
 
     @cute.jit
     def produce(self, work: Work, producer: Producer, storage: Any, warp: Int32):
         if warp == LOADING_WARP:
-            self._load_tiles(work, producer)
+            self._load_tiles(work, producer, WordOfNextTile())
         elif warp == FINDING_WARP:
             self._find_tiles(work)
 
@@ -185,7 +189,10 @@ class PackedTma(DenseTma):
         sent = Int32(0)
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
-            mail.send(work.scheduler, message_of(work.place(tile)), sent)
+            # What is divided by the group is not kept from tile to tile, where it would take one of few registers.
+            group = pin(work.heads_per_kv_head, Int32)
+            of_tile = replace(work, order=replace(work.order, group=group), heads_per_kv_head=group)
+            mail.send(work.scheduler, message_of(of_tile.place(tile)), sent)
             sent += 1
             cute.arch.barrier(barrier_id=NEXT_TILE, number_of_threads=THREADS_OF_TWO_WARPS)
             tile = work.scheduler.claim_alone()
@@ -193,12 +200,12 @@ class PackedTma(DenseTma):
         work.scheduler.finish()
 
     @cute.jit
-    def _load_tiles(self, work: Work, producer: Producer):
-        """Load the tiles that are found."""
+    def _load_tiles(self, work: Work, producer: Producer, word: NoWord):
+        """Load the tiles that are found. ``word`` is told of each block."""
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
         q_phase = Int32(1)
-        tiles, word = self.tiles_type(work), WordOfNextTile()
+        tiles = PlacedTiles(work)
         tile = tiles.first(mail_state)
         while tile < tiles.end:
             place = tiles.place(tile, mail_state)
@@ -207,3 +214,12 @@ class PackedTma(DenseTma):
             kv_state = producer.load_tile(coordinates, place.head_kv, blocks, kv_state, q_phase, word)
             q_phase ^= 1
             tile, mail_state = tiles.next(mail_state)
+
+
+class PackedTma(FoundTiles):
+    """V is (total_k, kv_heads, head_dim_v)."""
+
+    def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
+        return ragged_view(
+            cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[2, 0, 1])), self.v_row_mode
+        )

@@ -9,15 +9,12 @@ import cutlass.pipeline as pipeline
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.seqlen import PackedRows
-from cute_kernels.tile_scheduler import MAILBOX_STAGES
-from hopper.forward.barriers import MAX_CONSUMERS, NamedBarrier
-from hopper.forward.kv_source import DenseTma
+from hopper.forward.kv_source import FoundTiles, WordOfNextTile
 from hopper.forward.operands import PerOperand, Work
-from hopper.forward.producer import Producer
+from hopper.forward.producer import NO_WORD, NoWord, Producer
 from hopper.tiles import TmaOperand, ragged_view
 
 
@@ -67,23 +64,19 @@ def page_view(tensor: cute.Tensor, order: tuple[int, int, int], row_mode: int) -
 
 
 Q_WARP, K_WARP, V_WARP = range(3)
-THREADS_OF_TWO_WARPS = 64
-
-KEYS_LOADED = NamedBarrier.PING_PONG + MAX_CONSUMERS
-"""The named barrier at which K_WARP tells Q_WARP that it has issued the loads of a tile."""
 
 
-@dataclass(frozen=True)
-class PagedTma(DenseTma):
+class PagedTma(FoundTiles):
     """K and V in the pages of a cache (``Pages``), by TMA in boxes of ``page_box`` rows that lie in one page each.
 
-    A block may be many boxes, so each operand has a warp of its own. Q_WARP claims the tiles, once K_WARP has issued
-    all loads of the one before, and the two others follow. So the mailbox of ``ForwardKernel``'s table is emptied by
-    `4 * consumers + 2`.
+    A block may be many boxes, so each operand has a warp of its own. The fourth warp finds tiles, and that of K asks
+    for them.
 
     A box ends where the sequence does, and reads as zeros from there on: neither what is left of a page nor a page that
     the sequence has not come to is ever read.
     """
+
+    loading_warps = 3
 
     def arrange_k(self, mK: cute.Tensor, batch: Any) -> cute.Tensor:
         return page_view(mK, (1, 3, 2), 0)
@@ -105,38 +98,19 @@ class PagedTma(DenseTma):
         box = self.config.head_dim_v, self.config.page_box
         return _make_box_atom(mVt, self.v_layout(dtype), box)
 
-    @property
-    def receiving_warps(self) -> int:
-        return super().receiving_warps + 2
-
     @cute.jit
     def produce(self, work: Work, producer: Producer, storage: Any, warp: Int32):
         (pages,), lane = work.pages, cute.arch.lane_idx()
         if warp == Q_WARP:
-            self._load_tiles(work, QueryLoader(producer))
+            self._load_tiles(work, QueryLoader(producer), NO_WORD)
         elif warp == K_WARP:
             keys = BoxLoader(pages, producer.k, producer.pipes.k, self._box_of_k, lane)
-            self._follow_tiles(work, keys, sends_word=True)
+            self._load_tiles(work, keys, WordOfNextTile())
         elif warp == V_WARP:
             values = BoxLoader(pages, producer.v, producer.pipes.v, self._box_of_v, lane)
-            self._follow_tiles(work, values, sends_word=False)
-
-    @cute.jit
-    def _follow_tiles(self, work: Work, loader: Any, sends_word: cutlass.Constexpr[bool]):
-        """Load one operand of every tile that Q_WARP claims."""
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
-        mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
-        tile = work.scheduler.first()
-        # The number of tiles is read anew, and heads are divided anew: kept, each would take one of few registers.
-        while tile < work.order.count(work.order.plan, work.order.num_heads):
-            group = pin(work.heads_per_kv_head, Int32)
-            m_block, head, batch = replace(work.order, group=group).coordinates(tile)
-            head_kv = head // group
-            state = loader.load_tile(work.key_blocks(m_block, head, batch), batch, head_kv, state)
-            if const_expr(sends_word):
-                cute.arch.barrier_arrive(barrier_id=KEYS_LOADED, number_of_threads=THREADS_OF_TWO_WARPS)
-            tile = work.scheduler.receive(mail_state)
-            mail_state.advance()
+            self._load_tiles(work, values, NO_WORD)
+        else:
+            self._find_tiles(work)
 
     @property
     def _box_of_k(self) -> tuple[int, int]:
@@ -157,7 +131,7 @@ def _make_box_atom(
 
 
 class QueryLoader(LoopInvariant):
-    """Loads Q of a tile, and waits until all loads of K are issued."""
+    """Loads Q of a tile. Its ``load_tile`` has the arguments of that of ``Producer``, as has ``BoxLoader``'s."""
 
     def __init__(self, producer: Producer):
         self.producer = producer
@@ -170,11 +144,10 @@ class QueryLoader(LoopInvariant):
         blocks: KeyBlocks,
         kv_state: pipeline.PipelineState,
         q_phase: Int32,
+        word: NoWord,
     ) -> pipeline.PipelineState:
-        """In place of that of ``Producer``."""
         m_block, head, _ = coordinates
         self.producer.load_queries(m_block, head, blocks.seqlens, q_phase)
-        cute.arch.barrier(barrier_id=KEYS_LOADED, number_of_threads=THREADS_OF_TWO_WARPS)
         return kv_state
 
 
@@ -197,19 +170,28 @@ class BoxLoader(LoopInvariant):
 
     @cute.jit
     def load_tile(
-        self, blocks: KeyBlocks, batch: Int32, head_kv: Int32, state: pipeline.PipelineState
+        self,
+        coordinates: tuple,
+        head_kv: Int32,
+        blocks: KeyBlocks,
+        state: pipeline.PipelineState,
+        q_phase: Int32,
+        word: NoWord,
     ) -> pipeline.PipelineState:
         """Issue the loads of one output tile; returns the state of the operand's pipeline after it."""
+        _, _, batch = coordinates
         tile_n = blocks.block_range.tile_n
+        word.of_tile(blocks.count)
         first, end = self.pages.rows_of(batch, blocks.seqlens.seqlen_k)
         row = first + blocks.last * tile_n
         if const_expr(self.boxes > 1):
             row += self.lane * self.rows
         page = self.pages.page_of(batch, row, end)
-        for _ in cutlass.range(blocks.count, unroll=1):
+        for step in cutlass.range(blocks.count, unroll=1):
             page_ahead = self.pages.page_of(batch, row - tile_n, end)
             length = cutlass.min(cutlass.max(end - row, 0), self.rows)
             self._load(self.pages.row_of(page, row), length, head_kv, state)
+            word.of_block(blocks.count - 1 - step)
             state.advance()
             page = page_ahead
             row -= tile_n

@@ -70,18 +70,35 @@ class PlacedTiles(NumberedTiles):
         return mail.await_first_word(self.work.scheduler, WORDS, state)
 
     def place(self, tile: Int32, state: PipelineState) -> TilePlace:
-        m_block, head, head_kv, *of_sequence = mail.read(self.work.scheduler, WORDS, state)
-        batch, seqlen_q, seqlen_k, offset_q, offset_k = of_sequence
-        seqlens = SeqlenInfo(seqlen_q, seqlen_k, batch, offset_q, offset_k, is_packed=True)
-        return TilePlace(m_block, head, head_kv, seqlens)
+        return place_of(mail.read(self.work.scheduler, WORDS, state))
 
     def next(self, state: PipelineState) -> tuple[Int32, PipelineState]:
         state.advance()
         return self.first(state), state
 
 
+class KeptPlaces(PlacedTiles):
+    """A message stays in the mailbox until its tile is done, so that it can be read again where registers are few."""
+
+    def place(self, tile: Int32, state: PipelineState) -> TilePlace:
+        return place_of(mail.look_at(self.work.scheduler, WORDS, state))
+
+    def next(self, state: PipelineState) -> tuple[Int32, PipelineState]:
+        mail.release(self.work.scheduler, state)
+        return super().next(state)
+
+
+def place_of(message: tuple) -> TilePlace:
+    """What ``message_of`` has made the words of."""
+    m_block, head, head_kv, batch, *lengths = message
+    seqlen_q, seqlen_k, offset_q, offset_k = lengths
+    return TilePlace(
+        m_block, head, head_kv, SeqlenInfo(seqlen_q, seqlen_k, batch, offset_q, offset_k, is_packed=True)
+    )
+
+
 def message_of(place: TilePlace) -> tuple:
-    """The words from which ``PlacedTiles`` makes it again."""
+    """The words of a place in the mailbox."""
     seqlens = place.seqlens
     lengths = seqlens.seqlen_q, seqlens.seqlen_k, seqlens.offset_q, seqlens.offset_k
     return place.m_block, place.head, place.head_kv, seqlens.batch, *lengths

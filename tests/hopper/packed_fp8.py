@@ -40,7 +40,7 @@ def packed_fp8_forward_on_numpy(
     timing: Timing = AT_ONCE,
     sides: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, which were NaN before; ``plan`` is of query tiles."""
+    """out and lse, which were NaN before; ``plan`` is of query tiles. The counter of tiles has to be left zero."""
     c, (q, k, v), sequences = config, (parts.q, parts.k, parts.v), parts.batch + 1
     (total_q, heads, _), kv_heads = q.shape, k.shape[1]
     out = torch.full((total_q, heads, v.shape[2]), math.nan, dtype=parts.dtype)
@@ -56,7 +56,8 @@ def packed_fp8_forward_on_numpy(
     )
     arguments.values += [b"\0" * 16] * 4
     arguments.tensor(lse, (total_q, heads), (lse.stride(0),))
-    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    counter = torch.zeros(2, dtype=torch.int32)
+    arguments.tensor(counter, (), ())
     v_scale, o_scale = v.scale[None], torch.ones(sequences, kv_heads, 1)
     if v.block == ONE_PER_SEQUENCE:
         v_scale, o_scale = torch.ones(1, kv_heads, sequences), v.scale.t().unsqueeze(2).contiguous()
@@ -68,4 +69,5 @@ def packed_fp8_forward_on_numpy(
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(sequences, heads // kv_heads, 0, *sides)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    assert not counter.any()
     return out, lse

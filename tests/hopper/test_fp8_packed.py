@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hopper.config import Registers, validate_forward_config
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.precision import BlockScaled
 from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import UNLIMITED
@@ -18,6 +19,7 @@ from hopper_attention.packed_quantization import from_packed_descales, quantize_
 from hopper_attention.packed_quantized import PackedQuantizedQKV
 from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.reference import attention_naive
+from tests.compile_pool import usage_of_each
 from tests.cute_kernels.packing import Packing
 from tests.hopper.fp8_errors import COARSE_LSE_ROUNDING, allowed_ratio, emulate
 from tests.hopper.hopper_machine import Timing
@@ -110,6 +112,35 @@ def test_sequences_of_any_lengths(causal: bool, softmax: Softmax, sides: tuple[i
     check(parts, packing, config_of(causal, softmax, bool(sides)), sides)
 
 
+def test_places_that_are_read_again_at_the_end_of_a_tile() -> None:
+    """Where O has so many columns that consumers do not keep what tells where their tile lies."""
+    packing = Packing.of([(70, 200), (0, 40), (33, 0), (1, 1), (65, 64)], TAIL)
+    parts, config = with_wide_values(packing)
+    assert BlockScaled(config).recomputes_addresses
+    check(parts, packing, config, ctas=1)
+
+
+def with_wide_values(packing: Packing) -> tuple[PackedQuantizedQKV, Fp8ForwardConfig]:
+    q, k, v = draw(packing, (2, 1))
+    wide = torch.cat((v, -v, v.flip(2)), 2)[..., :144]
+    c = Fp8Quantization(rotate=False, block_k=TILE)
+    config = replace(config_of(True, Softmax.LAGGING), head_dim_v=144)
+    validate_forward_config(config)
+    return quantize_packed_by_torch(q, k, wide, lengths_of(packing), c), config
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_neither_the_grid_nor_the_order_of_warps_changes_a_bit(seed: int) -> None:
+    """Tiles of 1 to 4 blocks of keys; the second grid is larger than there are tiles."""
+    packing = Packing.of([(3, 250), (3, 60), (3, 70), (3, 190)])
+    parts, config = with_wide_values(packing)
+    few, many = (
+        packed_fp8_forward_on_numpy(config, parts, packing.plan(TILE), 0.125, ctas, timing)
+        for ctas, timing in ((1, Timing(is_late=True, seed=seed)), (11, Timing()))
+    )
+    assert all(map(torch.equal, few, many)) and bool(few[0].isfinite().all())
+
+
 def test_rows_that_are_not_used_and_blocks_of_queries() -> None:
     used = {"seqused_q": (50, 0, 30, 129, 1), "seqused_k": (170, 40, 0, 99, 1)}
     packing = Packing.of(LENGTHS[:5], TAIL, **used)
@@ -161,3 +192,15 @@ def test_tensors_with_a_descale_for_each_sequence() -> None:
     parts = from_packed_descales(q, k, v, descales, lengths_of(packing), torch.bfloat16)
     config = select_fp8_forward_config(64, 64, True, "bfloat16", 0, 0, v_rows=True, layout="varlen")
     check(parts, packing, config)
+
+
+COMPILED = [
+    select_fp8_forward_config(head_dim, head_dim, True, "bfloat16", 0, layout="varlen")
+    for head_dim in (128, 256)
+]
+"""Whose warp that finds tiles has least registers for it."""
+
+
+def test_kernels_compile_without_spills() -> None:
+    usages = usage_of_each(COMPILED)
+    assert [usages[config].local_bytes for config in COMPILED] == [0] * len(COMPILED)

@@ -119,6 +119,20 @@ def test_numbers(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("seed", [2, 3])
+def test_neither_the_grid_nor_the_order_of_warps_changes_a_bit(seed: int) -> None:
+    """Tiles of 1 to 4 blocks of 48 keys; the second grid is larger than there are tiles."""
+    case = Case((3, 3, 3, 3), (180, 40, 60, 130), 16)
+    cache = Cache.draw(case.keys, case.page_size, 1, case.head_dims, case.dtype)
+    rows = Packed.of(case.queries)
+    q = torch.randn(rows.total, 2, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    few, many = (
+        paged_forward_on_numpy(config_of(case), q, cache, rows, 0.125, ctas, timing)
+        for ctas, timing in ((1, Timing(is_late=True, seed=seed)), (11, Timing()))
+    )
+    assert all(map(torch.equal, few, many)) and bool(few[0].isfinite().all())
+
+
 def test_numbers_of_pages_out_of_range_are_those_of_the_nearest() -> None:
     """And left pads end with their page, so that nothing outside of the cache is read."""
     case = Case((20,), (150,), 16)

@@ -15,7 +15,7 @@ from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper.config import WARPGROUP_THREADS
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, V_ROW_STAGES
 from hopper.forward.fp8.transpose import PRODUCER_WARPS, VTransposer
-from hopper.forward.kv_source import DenseTma
+from hopper.forward.kv_source import DenseTma, FoundTiles
 from hopper.forward.operands import Work
 from hopper.forward.producer import Producer
 from hopper.tiles import TmaOperand, ragged_view, swizzled_layout
@@ -141,7 +141,7 @@ def load_ahead(
         transposer.load(head_kv, blocks.seqlens, n_block, rows_state)
 
 
-class PackedTransposedTma(TransposedTma):
+class PackedTransposedTma(FoundTiles, TransposedTma):
     """``TransposedTma`` for packed sequences: V is (kv_heads, head_dim_v, keys), and each sequence has whole steps of
     32 keys to itself (``SeqlenInfo.padded_rows_k``)."""
 
@@ -153,7 +153,8 @@ class PackedTransposedTma(TransposedTma):
 
 
 class PackedTransposingRows(TransposingRows):
-    """``TransposingRows`` for packed sequences: V is (total_k, kv_heads, head_dim_v)."""
+    """``TransposingRows`` for packed sequences: V is (total_k, kv_heads, head_dim_v). All warps transpose, so none is
+    left to find tiles."""
 
     def arrange_v(self, mV: cute.Tensor) -> cute.Tensor:
         rows = cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[0, 2, 1]))
