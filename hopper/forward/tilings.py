@@ -140,6 +140,9 @@ long ones."""
 ONE_PAGE = 2**31 - 1
 """In place of rows, where every sequence lies in one page, whatever its size."""
 
+END_TO_END = 2**31
+"""In place of rows, where sequences lie end to end, as long as each other: their keys are packed, and in no pages."""
+
 PAGE_ROWS = (128, 64, 32, 16, 8)
 """Rows that may be known to lie together in a page, from the first of the page on: the widest one that divides its size
 makes the widest boxes. Fewer than the 8 of a swizzle are no box."""
@@ -218,7 +221,7 @@ def select_paged_config(
     dtype: str, head_dim: int, head_dim_v: int, causal: bool, page_rows: int, window: bool = False
 ) -> ForwardConfig:
     """The config of packed queries on keys and values in the pages of a cache, of which ``page_rows`` are whole boxes
-    of rows: one of PAGE_ROWS that divides the page size, or ONE_PAGE.
+    of rows: one of PAGE_ROWS that divides the page size, ONE_PAGE or END_TO_END.
 
     Its tiles are those of ``PAGED_TILINGS``, or of the longest sequences: a cache has few queries for its keys, and the
     walks are long.
@@ -229,7 +232,7 @@ def select_paged_config(
     config = _build(chosen, dtype, key)
     if key[:2] in PAGED_REGISTERS:
         config = replace(config, registers=PAGED_REGISTERS[key[:2]])
-    box = config.tile_n if page_rows == ONE_PAGE else gcd(config.tile_n, page_rows)
+    box = {ONE_PAGE: config.tile_n, END_TO_END: 0}.get(page_rows, gcd(config.tile_n, page_rows))
     return replace(config, window=window, layout=VARLEN, page_box=box)
 
 

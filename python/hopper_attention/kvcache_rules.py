@@ -14,7 +14,7 @@ from hopper_attention.decode_rules import select_decode, why_not_decode
 from hopper_attention.forward_rules import Config, ReferenceConfig, choose_for, select_for, takes_wide_values
 from hopper_attention.forward_rules import why_not_paged as why_no_paged_kernel
 from hopper_attention.kvcache_checks import CacheCall
-from hopper_attention.launch.paged_forward import page_rows_of, why_not_in_place
+from hopper_attention.launch.paged_forward import page_rows_of_cache, why_not_in_place
 from hopper_attention.mla_rules import select_mla, why_not_mla
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.torch_rules import TorchConfig
@@ -129,9 +129,10 @@ def select_paged(call: CacheCall, target: Target, backend: str) -> Selection:
 
 
 def _paged_problem(call: CacheCall) -> AttentionProblem:
-    pages = _pages_of_a_sequence(call)
-    page_size = call.shape.caches[0].shape[1]
-    return replace(_general_problem(call), page_rows=page_rows_of(page_size, pages))
+    shape = call.shape
+    is_plain = not (shape.is_paged or shape.has_batch_idx or shape.has_leftpad)
+    page_rows = page_rows_of_cache(*shape.caches, _pages_of_a_sequence(call), is_plain=is_plain)
+    return replace(_general_problem(call), page_rows=page_rows)
 
 
 def _pages_of_a_sequence(call: CacheCall) -> int:

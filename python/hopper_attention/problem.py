@@ -36,7 +36,7 @@ class AttentionProblem:
         scores: what is done to scores and P. Softcap, slopes, sinks and dropout are arguments of a call.
         has_qv: there is a second query, of head_dim_v columns, that multiplies V.
         page_rows: of a cache in whose pages K and V lie, rows that are known to lie together (``PAGE_ROWS``,
-            ``ONE_PAGE``); 0 where there is none.
+            ``ONE_PAGE``, ``END_TO_END``); 0 where there is none.
     """
 
     dtype: torch.dtype

@@ -46,6 +46,10 @@ class Kernels:
     def attend(self, config: ForwardConfig, given: tuple[Any, ...]) -> None:
         self.calls.append(given)
         q, k, v, out, lse, _, scale, left, right, _, _, sequences, table, pads, cap, _, sinks, *_ = given
+        if not config.page_box:
+            assert table is None and pads is None and k.dim() == 3
+            k, v = (x.unflatten(0, (sequences - 1, -1)) for x in (k, v))
+            table, pads = torch.arange(sequences - 1)[:, None], ints()
         assert sequences == table.shape[0] + 1
         starts, capacity, _, used, *_ = self.plans[-1]
         out.zero_()
@@ -139,12 +143,21 @@ def test_a_contiguous_cache_with_rows_of_the_batch_and_pads(kernels: Kernels) ->
         exact, _ = attention_naive(q[b : b + 1], *keys)
         torch.testing.assert_close(out[b].double(), exact[0], rtol=0.01, atol=0.01)
     assert kernels.loaded[0].page_box == kernels.loaded[0].tile_n
-    # Without a table sequence b has page b, and without lengths all of it.
+    sizes_of_all = ints(0, 5), ints(20, 8)
+    for lengths, pads in zip(sizes_of_all, (ints(0, 3), ints(9, 9)), strict=True):
+        paged_forward(q, k, v, page_table=ints(1, 1)[:, None], lengths=lengths, leftpad=pads, mask=FULL)
+    assert len(kernels.loaded) == 2, "sizes, pads and lengths load nothing anew"
+    # Without a table sequence b has page b, and without lengths all of it: they are packed keys.
     out, lse = paged_forward(q, k[:2], v[:2], page_table=None, lengths=None, mask=FULL)
     exact, _ = attention_naive(q, k[:2], v[:2])
     torch.testing.assert_close(out.double(), exact, rtol=0.01, atol=0.01)
     assert lse.shape[1] == 0 or lse.numel() == 0
-    assert len(kernels.loaded) == 2, "sizes, pads and lengths load nothing anew"
+    assert kernels.loaded[2].page_box == 0 and kernels.loaded[2].tile_n == kernels.loaded[0].tile_n
+    # Not where rows lie between them.
+    wide = [torch.cat((x, x), 1)[:2, :37] for x in (k, v)]
+    out, _ = paged_forward(q, *wide, page_table=None, lengths=None, mask=FULL)
+    torch.testing.assert_close(out.double(), exact, rtol=0.01, atol=0.01)
+    assert len(kernels.loaded) == 4
 
 
 def test_a_window_and_scores_and_where_out_goes(kernels: Kernels) -> None:

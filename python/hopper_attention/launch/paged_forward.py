@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cute_kernels.plan.config import check_packed_size
 from hopper.config import ForwardConfig
-from hopper.forward.tilings import ONE_PAGE, PAGE_ROWS
+from hopper.forward.tilings import END_TO_END, ONE_PAGE, PAGE_ROWS
 from hopper_attention import checks, compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
@@ -96,13 +96,18 @@ class CacheSpecs:
             has_chunk=has_chunk,
             is_packed=True,
             scores=scores,
-            page_rows=page_rows_of(self.page_size, self.pages),
+            page_rows=page_rows_of_cache(self.k, self.v, self.pages, is_plain=self.is_plain),
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether sequence b has page b, from its first row on."""
+        return self.page_table is None and self.leftpad is None
 
 
 @dataclass(frozen=True)
 class PagedForwardLauncher(Launcher):
-    """The forward kernel of 16 bits on a cache in pages."""
+    """The forward kernel of 16 bits on a cache in pages, or one whose sequences lie end to end."""
 
     config: ForwardConfig
     kernel: Kernel
@@ -133,7 +138,11 @@ class PagedForwardLauncher(Launcher):
         totals = total_q, batch * capacity
         plan = self.planner(cu_seqlens_q, cu_seqlens_k, None, used, totals, self.config.tile_m)
         sides = kernel_sides(*mask.sides) if mask.has_window else NO_SIDES
-        pads = device_memory.no_lengths(q.device) if leftpad is None else leftpad
+        where: tuple[Tensor | None, ...] = (None, None)
+        if self.config.page_box:
+            where = table, device_memory.no_lengths(q.device) if leftpad is None else leftpad
+        else:
+            k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         self.kernel(
             make_packed_addressable(q),
             k_cache,
@@ -144,8 +153,7 @@ class PagedForwardLauncher(Launcher):
             *sides,
             plan,
             batch + 1,
-            table,
-            pads,
+            *where,
             *scores.for_kernel(batch, heads),
             self.num_ctas,
         )
@@ -172,6 +180,13 @@ def page_rows_of(page_size: int, pages: int) -> int:
     if pages == 1:
         return ONE_PAGE
     return next((rows for rows in PAGE_ROWS if page_size % rows == 0), 0)
+
+
+def page_rows_of_cache(k: TensorSpec, v: TensorSpec, pages: int, *, is_plain: bool) -> int:
+    """``AttentionProblem.page_rows`` of caches like these, in which each sequence has so many pages. With ``is_plain``
+    sequence b has page b, from its first row on."""
+    end_to_end = all(x.strides[0] == x.shape[1] * x.strides[1] for x in (k, v))
+    return END_TO_END if is_plain and end_to_end else page_rows_of(k.shape[1], pages)
 
 
 def why_not_in_place(k: TensorSpec, v: TensorSpec, pages: int) -> str:
