@@ -8,8 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cute_kernels.key_blocks import BlockRange
+from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.window import Window
 from hopper.config import validate_forward_config
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.softmax.half import HalfScoresSoftmax
 from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
 from hopper_attention.reference import attention_naive
 from tests.hopper import test_lagging_softmax
@@ -157,6 +161,26 @@ def test_a_key_that_outweighs_all_others_by_far(octaves: float) -> None:
     out, _ = fp8_forward_on_numpy(config_of(), parts, SCALE, LATE)
     exact, _ = attention_naive(*dequantized(parts))
     assert relative(out, exact) < 2.0**-9
+
+
+@pytest.mark.parametrize(
+    ("window", "m_block", "visited", "wary", "settled"),
+    [
+        (Window(), 0, 32, [30, 29, 28], 30),
+        (Window(right=0), 20, 32, [30, 29, 28], 28),
+        (Window(right=0), 21, 32, [30, 29], 29),
+        (Window(right=0), 1, 3, [1, 0], -1),
+        (Window(left=1023, right=0), 20, 10, [30, 29, 28], 28),
+        (Window(left=127, right=0), 20, 3, [30, 29], 28),
+    ],
+)
+def test_how_a_tile_begins(window: Window, m_block: int, visited: int, wary: list[int], settled: int) -> None:
+    """Of 4096 keys and queries, in blocks of 128 and tiles of 192: without a mask wary in three blocks; else where
+    rows have their first keys, and in two blocks behind, of which the second says something of the scores."""
+    blocks = BlockRange(192, 128, window).of(m_block, SeqlenInfo(4096, 4096))
+    settled_from, calm_from = HalfScoresSoftmax.how_a_tile_begins(blocks)
+    assert blocks.count == visited and settled_from == settled
+    assert [n for n in range(blocks.last - 1, blocks.begin - 1, -1) if n > calm_from] == wary
 
 
 def test_a_scale_that_float16_does_not_hold() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hopper.config import Registers, validate_forward_config
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.exp2 import is_polynomial
-from hopper.forward.fp8.softmax import lagging, stale_maximum
+from hopper.forward.fp8.softmax import half, lagging, stale_maximum
 from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv
 from hopper_attention.reference import attention_naive
@@ -262,13 +262,14 @@ def test_a_tile_has_the_bits_that_it_has_alone() -> None:
 
 
 def test_a_warp_that_is_wary_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores that rise once, so that each warp is wary, and then no more."""
+    """Scores that rise once, and then no more, of a tile that begins wary and of one that does not."""
     q, k, v = draw(TILE, 6 * TILE)
     q[..., 0], k[..., 0] = LOUD, 0.0
     k[:, : 5 * TILE, :, 0] = 14.0 / (LOUD * OCTAVES)
     parts = quantized(q, k, v)
     usual = check(parts)
-    monkeypatch.setattr(stale_maximum, "ALARM_LIMIT", -1)
+    monkeypatch.setattr(lagging, "KEYS_A_WARY_BLOCK", 1)
+    monkeypatch.setattr(half, "BLOCKS_A_WARY_BLOCK", 1)
     program = parse(compile_ptx(config_of()))
     monkeypatch.setattr(on_numpy, "program_of", lambda _: program)
     wary = check(parts)

@@ -22,6 +22,12 @@ class LaggingConsumer(Consumer):
     Here K is released at the end of the block, since its scores may be computed again (``LaggingSoftmax``).
     """
 
+    def attend(
+        self, scores: ScoreTile, blocks: KeyBlocks, kv_state: PipelineState, q_phase: Int32
+    ) -> PipelineState:
+        self.softmax.begin_walk(blocks)
+        return super().attend(scores, blocks, kv_state, q_phase)
+
     @cute.jit
     def _unmasked_blocks(
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
@@ -73,7 +79,7 @@ class LaggingConsumer(Consumer):
         warpgroup.wait_group(1)
         self._scores_have_come(k_state)
         scores.finish(acc_S, n_block, is_masked)
-        is_wary = self.softmax.begin_scores(acc_S)
+        self.softmax.begin_scores(acc_S, n_block)
         self.softmax.exponentiate_by_stale_maximum(acc_S, 0)
         self.pipes.v.consumer_wait(k_state)
         self.output.wait(self.tOrP, v_state.index)
@@ -81,25 +87,25 @@ class LaggingConsumer(Consumer):
         self.softmax.store_P(self.tOrP, acc_S, 0)
         self.softmax.exponentiate_by_stale_maximum(acc_S, 1)
         self.softmax.store_P(self.tOrP, acc_S, 1)
-        if self.softmax.maximum_suffices(is_wary):
+        if self.softmax.maximum_suffices():
             self.softmax.add_totals()
         else:
-            if is_wary > 0:
+            if self.softmax.is_unfinished():
                 self.softmax.finish_wary(self.output.acc)
-            is_done = self.softmax.maximum_suffices(Int32(0))
+            is_done = self.softmax.maximum_suffices()
             if is_done:
                 self.softmax.add_totals()
             else:
-                self._recover(acc_S, k_state)
+                self._recover(acc_S, n_block, k_state)
         self._leave_block(k_state)
 
     def _scores_have_come(self, k_state: PipelineState):
         """Behind Q K^T."""
 
     @cute.jit
-    def _recover(self, acc_S: cute.Tensor, k_state: PipelineState):
+    def _recover(self, acc_S: cute.Tensor, n_block: Int32, k_state: PipelineState):
         place = k_state.index, consumer_slot(k_state)
-        self.softmax.recover(self.tOrP, acc_S, self.output.acc, place)
+        self.softmax.recover(self.tOrP, acc_S, self.output.acc, n_block, place)
 
     @cute.jit
     def _leave_block(self, k_state: PipelineState):
@@ -143,8 +149,8 @@ class HalfScoresConsumer(LaggingConsumer):
         self.pipes.k.consumer_release(k_state)
 
     @cute.jit
-    def _recover(self, acc_S: cute.Tensor, k_state: PipelineState):
-        self.softmax.recover(self.tOrP, acc_S, self.output.acc)
+    def _recover(self, acc_S: cute.Tensor, n_block: Int32, k_state: PipelineState):
+        self.softmax.recover(self.tOrP, acc_S, self.output.acc, n_block)
 
     def _leave_block(self, k_state: PipelineState):
         """Nothing is left to be released."""

@@ -1,6 +1,7 @@
 """The softmax of FP8 scores that Q K^T leaves in float16, two in a register."""
 
 import struct
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -20,6 +21,8 @@ from cute_kernels.fast_math import (
     unpack,
 )
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, words_of_pairs
+from cute_kernels.integers import maximum, minimum
+from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.softmax import scale_row
 from hopper.forward.fp8.exp2 import (
     CEILING,
@@ -41,6 +44,9 @@ from hopper.forward.fp8.softmax.stale_maximum import (
     StaleMaximumSoftmax,
     octaves_over,
 )
+
+BLOCKS_A_WARY_BLOCK = 8
+"""Where no block is masked a tile begins wary for no more than one in so many."""
 
 ALMOST_ONE = 1.0 - 2.0**-6
 """With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
@@ -93,6 +99,15 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         self.slopes, self.scales = (cute.make_rmem_tensor(ROWS_PER_THREAD, Int32) for _ in range(2))
         self.largest = cute.make_rmem_tensor(1, Int32)
 
+    @staticmethod
+    def how_a_tile_begins(blocks: KeyBlocks) -> tuple[Any, Any]:
+        """Wary in blocks whose end is masked, where rows have their first keys, and in two behind: what comes after a
+        few keys is mostly more, so that only the second says something. Where none is masked, in up to three."""
+        whole = minimum(blocks.unmasked, blocks.last)
+        masked = minimum(blocks.end - blocks.unmasked, 1)
+        wary = minimum(maximum(blocks.count // BLOCKS_A_WARY_BLOCK, 2 * masked), 3 - masked)
+        return whole - 1 - masked, whole - 1 - wary
+
     @cute.jit
     def take_new_unit(self):
         self._take_unit(self.new_unit[0])
@@ -115,9 +130,9 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         store_words_as_operand_a_e4m3(operand, self.words, r)
 
     @cute.jit
-    def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor):
+    def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, n_block: Int32):
         """Make P, ``row_sum`` and O right after a block that needs a new maximum."""
-        self._note_new_maximum()
+        self._note_new_maximum(n_block)
         self.take_new_unit()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             if cute.arch.vote_any_sync(self._needs_maximum(r)):

@@ -1,11 +1,15 @@
 """The softmax of FP8 scores in float32 that takes no maximum in most blocks."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, const_expr
 
 from cute_kernels.fast_math import exp2, max_over_lanes, maximum_or_nan, multiply_rounded, pin, unpack
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
+from cute_kernels.integers import minimum
+from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.softmax import scale_row
 from hopper.forward.fp8.exp2 import exp2_of_pair_by_chords, is_polynomial, largest_pair, scale_words
 from hopper.forward.fp8.operand_a import store_groups_as_operand_a_e4m3, store_row_as_operand_a_e4m3
@@ -23,6 +27,9 @@ from hopper.forward.fp8.warp_scores import WarpScores
 
 RELIABLE = 2.0**64
 """Sums of P so far below what float32 holds that nothing has been lost at either end."""
+
+FIRST_WARY_BLOCKS, KEYS_A_WARY_BLOCK = 3, 1024
+"""For so many blocks a tile is wary at its beginning, but for no more than one in so many keys."""
 
 GROUPS_AT_ONCE = 2
 """Where a block starts over, this many groups of 8 keys have registers at a time."""
@@ -60,6 +67,13 @@ class LaggingSoftmax(StaleMaximumSoftmax):
     ):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
         self.scores = scores
+
+    @staticmethod
+    def how_a_tile_begins(blocks: KeyBlocks) -> tuple[Any, Any]:
+        """Wary in the first blocks without a mask: else this took 1.5 times as long where some tokens are large."""
+        whole = minimum(blocks.unmasked, blocks.last)
+        wary = minimum(blocks.seqlens.seqlen_k // KEYS_A_WARY_BLOCK, FIRST_WARY_BLOCKS)
+        return whole, whole - 1 - wary
 
     @cute.jit
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
@@ -112,14 +126,19 @@ class LaggingSoftmax(StaleMaximumSoftmax):
 
     @cute.jit
     def recover(
-        self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, place: tuple[Int32, Int32]
+        self,
+        operand: cute.Tensor,
+        acc_S: cute.Tensor,
+        acc_O: cute.Tensor,
+        n_block: Int32,
+        place: tuple[Int32, Int32],
     ):
         """Make P, ``row_sum`` and O right after a block that needs a new maximum.
 
         ``place`` is its stage of K and its slot. The block's scales are read again where they are wanted: that costs
         less than the registers that kept them.
         """
-        self._note_new_maximum()
+        self._note_new_maximum(n_block)
         if cute.arch.vote_any_sync(self._has_lost_any()):
             self._compute_again(operand, acc_S, acc_O, place)
         else:

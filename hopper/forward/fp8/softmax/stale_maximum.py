@@ -17,13 +17,15 @@ than to take it first. So a warp that needed some at short intervals is wary for
 before it makes exponentials of them, and goes on being wary as long as that was worth it.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.fast_math import exp2, maximum_or_nan
 from cute_kernels.fragments import ROWS_PER_THREAD
-from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.softmax import scale_rows
 from hopper.forward.fp8.softmax.exact import P_EXPONENT, ExactSoftmax
 
@@ -47,11 +49,6 @@ ALARM, ALARM_LIMIT = 4, 12
 """What a block that was made again adds to a warp's alarm, from which each block that was not takes 1. Above the limit
 the warp is wary."""
 
-FIRST_WARY_BLOCKS, KEYS_A_WARY_BLOCK = 3, 1024
-"""For so many blocks a tile is wary at its beginning, but for no more than one in so many keys. To be so late costs
-peaky inputs more than to be so for nothing costs others: without it the drop-in path took 1.5 times as long where some
-tokens are large."""
-
 WARY_EXPONENT = 4
 """The largest P of a row that takes its maximum first is 2^4. None that is less dominates, by ``DOMINATES``."""
 
@@ -59,7 +56,7 @@ WARY_LIMIT = WARY_EXPONENT + NEARLY
 """Up to this exponent such a row keeps its maximum."""
 
 FAR_EXPONENT = 7.0
-"""A maximum above this was worth being taken first."""
+"""A maximum above this was worth being taken first, if the row has had one of a whole block before."""
 
 FLOAT32_BIAS, FLOAT32_MANTISSA_BITS = 127, 23
 
@@ -68,23 +65,34 @@ class StaleMaximumSoftmax(ExactSoftmax):
     """What ``LaggingSoftmax`` and ``HalfScoresSoftmax`` share: when a block needs a new maximum.
 
     ``totals`` are the thread's sums of P of the block, one for each row; ``new_unit`` is the scale of the block's V, in
-    which its P V is measured. ``wary`` is for how many more blocks the warp is, or, negative, its alarm; ``tolerance``
-    by how much more than the running sum a block's may be.
+    which its P V is measured. ``tolerance`` is by how much more than the running sum a block's may be: of a wary warp
+    -inf, which every sum exceeds, until O has followed, and then inf.
+
+    The warp is wary in blocks behind ``calm_from``, which are those that the walk visits before it. One number in place
+    of two counters: the alarm is by how much the number of the block is above ``calm_from`` - ``ALARM_LIMIT``, or 0. So
+    a block that needs nothing takes 1 from either and no instruction for it, and a warp that is calm again has the
+    whole alarm. From block ``settled_from`` on all rows have had a maximum of a whole block, and what rises far says
+    something of the scores.
     """
 
     wary_blocks: int
-    """For so many blocks a warp is wary."""
+    """For so many blocks a warp is wary once it is."""
 
     def __init__(self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
         self.new_unit, self.tolerance = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         self.totals = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        self.wary = cute.make_rmem_tensor(1, Int32)
+        self.calm_from, self.settled_from = (cute.make_rmem_tensor(1, Int32) for _ in range(2))
 
-    def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
-        """Wary for a few blocks, if there are many. Which tile came before is chance, and must not show."""
-        super().enter_tile(rows, head, seqlens)
-        self.wary[0] = first_wary_blocks(seqlens.seqlen_k)
+    def begin_walk(self, blocks: KeyBlocks):
+        """As the walk alone says: which tile came before is chance, and must not show. To be wary too late costs peaky
+        inputs more than to be so for nothing costs others."""
+        self.settled_from[0], self.calm_from[0] = self.how_a_tile_begins(blocks)
+
+    @staticmethod
+    def how_a_tile_begins(blocks: KeyBlocks) -> tuple[Any, Any]:
+        """``settled_from`` and ``calm_from`` of a tile that visits ``blocks``."""
+        raise NotImplementedError
 
     @cute.jit
     def enter_block(self, slot: Int32):
@@ -92,22 +100,17 @@ class StaleMaximumSoftmax(ExactSoftmax):
         self._take_scale(scale_k)
 
     @cute.jit
-    def begin_scores(self, acc_S: cute.Tensor) -> Int32:
-        """Take the maxima of a block's scores first if the warp is wary; returns whether it is."""
-        is_wary = self.wary[0]
+    def begin_scores(self, acc_S: cute.Tensor, n_block: Int32):
+        """Take the maxima of a block's scores first if the warp is wary."""
         self.tolerance[0] = Float32(DOMINATES[1])
-        self.wary[0] = is_wary - 1 if is_wary > 1 else cutlass.min(is_wary + 1, 0)
-        if is_wary == 1:
-            self.wary[0] = -ALARM_LIMIT
-        if is_wary > 0:
-            self.tolerance[0] = Float32.inf
+        if n_block > self.calm_from[0]:
+            self.tolerance[0] = -Float32.inf
             self.row_scale.fill(1.0)
             if cute.arch.vote_any_sync(self._may_rise(acc_S)):
-                self._take_maxima(self._scaled_maxima(acc_S))
-        return is_wary
+                self._take_maxima(self._scaled_maxima(acc_S), n_block)
 
     @cute.jit
-    def _take_maxima(self, tops: tuple[Float32, Float32]):
+    def _take_maxima(self, tops: tuple[Float32, Float32], n_block: Int32):
         """Make 2^4 of the largest P of a row that would be more. ``row_scale`` is what O is to be multiplied with."""
         exponents = [tops[r] + Float32(P_EXPONENT) - self.shift[r] for r in range(ROWS_PER_THREAD)]
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -116,19 +119,23 @@ class StaleMaximumSoftmax(ExactSoftmax):
                 self._place_shift(r, tops[r] + Float32(P_EXPONENT - WARY_EXPONENT))
                 self.row_scale[r] = exp2(before - self.shift[r])
                 self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
-        if cute.arch.vote_any_sync(maximum_or_nan(*exponents) > Float32(FAR_EXPONENT)):
-            self.wary[0] = self.wary_blocks
+        is_far = maximum_or_nan(*exponents) > Float32(FAR_EXPONENT)
+        if cute.arch.vote_any_sync(is_far and n_block <= self.settled_from[0]):
+            self.calm_from[0] = n_block - 1 - self.wary_blocks
 
     @cute.jit
-    def _note_new_maximum(self):
-        """In a block that is made again, unless for the unit of O alone."""
-        if cute.arch.vote_any_sync(self._needs_maximum(0) or self._needs_maximum(1)):
-            alarm = ALARM - self.wary[0]
-            self.wary[0] = self.wary_blocks if alarm > ALARM_LIMIT else -alarm
+    def _note_new_maximum(self, n_block: Int32):
+        """In a block that is made again, unless for the unit of O alone, or of a warp that is wary as it is."""
+        needs = cute.arch.vote_any_sync(self._needs_maximum(0) or self._needs_maximum(1))
+        if needs and n_block <= self.calm_from[0]:
+            following = n_block - 1
+            alarmed = cutlass.min(self.calm_from[0], following + ALARM_LIMIT) - ALARM
+            self.calm_from[0] = following - self.wary_blocks if alarmed < following else alarmed
 
     @cute.jit
     def finish_wary(self, acc_O: cute.Tensor):
         """Bring O to the shifts and the unit of the block."""
+        self.tolerance[0] = Float32.inf
         self._take_unit(self.new_unit[0])
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.row_scale[r] = self.row_scale[r] * self.unit_change[0]
@@ -136,10 +143,14 @@ class StaleMaximumSoftmax(ExactSoftmax):
             scale_rows(acc_O, self.row_scale)
 
     @cute.jit
-    def maximum_suffices(self, is_wary: Int32) -> Boolean:
+    def maximum_suffices(self) -> Boolean:
         """Whether P of the block, as it is, and O, in the unit that it has, are right for all rows of the warp."""
-        has_more = is_wary > 0 or self.new_unit[0] != self.unit[0]
+        has_more = self.new_unit[0] != self.unit[0]
         return not cute.arch.vote_any_sync(has_more or self._needs_maximum(0) or self._needs_maximum(1))
+
+    def is_unfinished(self) -> Boolean:
+        """Whether the warp was wary in this block, and O is still to follow."""
+        return self.tolerance[0] == -Float32.inf
 
     @cute.jit
     def _needs_maximum(self, r: cutlass.Constexpr[int]) -> Boolean:
@@ -151,13 +162,6 @@ class StaleMaximumSoftmax(ExactSoftmax):
     def add_totals(self):
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.row_sum[r] = self.row_sum[r] + self.totals[r]
-
-
-@cute.jit
-def first_wary_blocks(seqlen_k: Int32) -> Int32:
-    """What ``wary`` is at the beginning of a tile: with few keys not wary, but with the whole alarm."""
-    blocks = cutlass.min(seqlen_k // KEYS_A_WARY_BLOCK, FIRST_WARY_BLOCKS)
-    return blocks if blocks > 0 else Int32(-ALARM_LIMIT)
 
 
 def octaves_over(total: Float32, largest: Float32) -> Float32:
