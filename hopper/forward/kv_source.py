@@ -189,15 +189,17 @@ class FoundTiles(DenseTma):
         sent = Int32(0)
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
-            # What is divided by the group is not kept from tile to tile, where it would take one of few registers.
-            group = pin(work.heads_per_kv_head, Int32)
-            of_tile = replace(work, order=replace(work.order, group=group), heads_per_kv_head=group)
-            mail.send(work.scheduler, message_of(of_tile.place(tile)), sent)
+            mail.send(work.scheduler, message_of(self._in_few_registers(work).place(tile)), sent)
             sent += 1
             cute.arch.barrier(barrier_id=NEXT_TILE, number_of_threads=THREADS_OF_TWO_WARPS)
             tile = work.scheduler.claim_alone()
         mail.send_end(work.scheduler, WORDS, sent)
         work.scheduler.finish()
+
+    def _in_few_registers(self, work: Work) -> Work:
+        """What is divided by the group is not kept from tile to tile, where it would take one of few registers."""
+        group = pin(work.heads_per_kv_head, Int32)
+        return replace(work, order=replace(work.order, group=group), heads_per_kv_head=group)
 
     @cute.jit
     def _load_tiles(self, work: Work, producer: Producer, word: NoWord):
@@ -223,3 +225,7 @@ class PackedTma(FoundTiles):
         return ragged_view(
             cute.make_tensor(mV.iterator, cute.select(mV.layout, mode=[2, 0, 1])), self.v_row_mode
         )
+
+    def _in_few_registers(self, work: Work) -> Work:
+        """There are enough, and divisions would take time."""
+        return work
