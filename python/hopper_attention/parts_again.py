@@ -36,6 +36,8 @@ class PartsCall:
     no_lse: Any
     rows_q: int
     default_scale: float
+    has_mean: bool
+    has_lone_scale: bool
 
     @classmethod
     def of(cls, launcher: Fp8HopperLauncher, parts: QuantizedQKV) -> PartsCall:
@@ -50,15 +52,34 @@ class PartsCall:
         no_mean, no_lse = (kept_argument(no_vectors(batch, n, device)) for n in (kv_heads, heads))
         rows_q = parts.q.block if parts.q.block < seqlen_q else fp8.ALL_ROWS
         lse, scale = Piece((batch, heads, seqlen_q)), head_dim**-0.5
-        return cls(launcher, out.facts, lse.facts, ones, no_mean, no_lse, rows_q, scale)
+        options = rows_q, scale, parts.mean_v.numel() > 0, launcher.block_k == fp8.ALL_ROWS
+        return cls(launcher, out.facts, lse.facts, ones, no_mean, no_lse, *options)
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         """out and lse; an lse that is not wanted has no elements."""
-        q, k, v, make = parts.q, parts.k, parts.v, device_memory.empty_on_gpu
+        q, k, v, make, launcher = parts.q, parts.k, parts.v, device_memory.empty_on_gpu, self.launcher
         out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
-        mean = parts.mean_v if parts.mean_v.numel() else self.no_mean
-        tensors, scales = (q.data, k.data, v.data, out, lse), (q.scale, k.scale, v.scale, self.ones)
-        self.launcher.queue(tensors, scales, mean, self.rows_q, softmax_scale, FULL_SIDES)
+        v_scale, o_scale = v.scale, self.ones
+        if self.has_lone_scale:
+            v_scale, o_scale = o_scale, v_scale
+        # As ``Fp8HopperLauncher.arguments``, without a window.
+        launcher.kernel(
+            q.data,
+            k.data,
+            v.data,
+            out,
+            lse,
+            device_memory.tile_counter(launcher.device_index),
+            q.scale,
+            k.scale,
+            v_scale,
+            o_scale,
+            parts.mean_v if self.has_mean else self.no_mean,
+            self.rows_q,
+            launcher.block_k,
+            softmax_scale,
+            launcher.num_ctas,
+        )
         return out, lse
 
 
@@ -130,7 +151,7 @@ def _find_made(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | Non
     call = remembered.find_latest(group, *tensors)
     if call is None:
         call = remembered.find((*_shapes_of(parts), *group), *tensors, group=group)
-    return None if call is None or _addresses(parts) % TMA_BYTES else call
+    return None if call is None or _addresses(tensors) % TMA_BYTES else call
 
 
 def _find_in_memory(parts: QuantizedQKV, memory: PartsMemory, options: tuple[Any, ...]) -> MemoryCall | None:
@@ -188,7 +209,7 @@ def _tensors_of(parts: QuantizedQKV) -> tuple[Tensor, ...]:
     return (*given, mean) if mean.numel() else given
 
 
-def _addresses(parts: QuantizedQKV) -> int:
-    """Of what TMA, or a vector access, reads: a multiple of 16 bytes if all are."""
-    data = parts.q.data.data_ptr() | parts.k.data.data_ptr() | parts.v.data.data_ptr()
-    return data | parts.mean_v.data_ptr()
+def _addresses(tensors: tuple[Tensor, ...]) -> int:
+    """Of what TMA, or a vector access, reads of ``_tensors_of``: a multiple of 16 bytes if all are."""
+    data = tensors[0].data_ptr() | tensors[1].data_ptr() | tensors[2].data_ptr()
+    return data | tensors[6].data_ptr() if len(tensors) > 6 else data
