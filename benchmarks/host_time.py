@@ -56,6 +56,7 @@ def dense_calls() -> dict[str, Call]:
         "forward, 16 bits": partial(flash_attn_func, q, k, v),
         "forward, on quantized parts": partial(flash_attn_quantized_func, parts),
         "quantize_qkv": partial(quantize_qkv, q, k, v),
+        "quantize_qkv and attention to its parts": lambda: flash_attn_quantized_func(quantize_qkv(q, k, v)),
         "flash_attn_fp8_func": partial(flash_attn_fp8_func, q, k, v),
         "forward with gradients": partial(flash_attn_func, *leaves),
         "backward": partial(torch.autograd.grad, out, leaves, dout, retain_graph=True),
@@ -111,7 +112,7 @@ def main(arguments: list[str]) -> int:
     gc.enable()
     medians = {name: statistics.median(values) for name, values in samples.items()}
     for name, median in medians.items():
-        print(f"{name:36} {median:8.1f} us, {min(samples[name]):8.1f} to {max(samples[name]):8.1f}")
+        print(f"{name:40} {median:8.1f} us, {min(samples[name]):8.1f} to {max(samples[name]):8.1f}")
     if options.out:
         options.out.write_text(json.dumps(medians, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -17,6 +17,10 @@ from cute_kernels.launches.config import (
     HEAD_WORDS,
     LAUNCH_WORDS,
     MAX_ARGUMENTS,
+    OBJECT_WORDS,
+    PIECE,
+    PIECE_WORDS,
+    TENSOR_WORDS,
     LaunchesConfig,
 )
 
@@ -24,6 +28,7 @@ MODULE = f"""
 !ptr = !llvm.ptr
 !any = !llvm.array<{ANY_WORDS} x i64>
 !counter = !llvm.array<{COUNTER_WORDS} x i64>
+!tensor = !llvm.array<{TENSOR_WORDS} x i64>
 module {{
   llvm.func @TVMFFIFunctionCreate(!ptr, !ptr, !ptr, !ptr) -> i32
   llvm.func @TVMFFIFunctionCall(!ptr, !ptr, i32, !ptr) -> i32
@@ -61,7 +66,46 @@ module {{
     llvm.return %found : !ptr
   }}
 
-  // What XLA calls: (stream, tensors...). ``script`` is what ``bind`` was given.
+  // The tensor of a piece, in ``room``: as it is described, but where the one that it is cut from lies now.
+  llvm.func @cut(%piece: !ptr, %given: !ptr, %room: !ptr) {{
+    %tensor_kind = llvm.mlir.constant(7 : i64) : i64
+    %number = llvm.load %piece : !ptr -> i64
+    %offset_at = llvm.getelementptr %piece[1] : (!ptr) -> !ptr, i64
+    %offset = llvm.load %offset_at : !ptr -> i64
+    %facts = llvm.getelementptr %piece[{PIECE_WORDS}] : (!ptr) -> !ptr, i64
+    %any = llvm.getelementptr %given[%number] : (!ptr, i64) -> !ptr, !any
+    %kind = llvm.load %any : !ptr -> i64
+    %value_at = llvm.getelementptr %any[1] : (!ptr) -> !ptr, i64
+    %value = llvm.load %value_at : !ptr -> !ptr
+    %is_borrowed = llvm.icmp "eq" %kind, %tensor_kind : i64
+    %behind_head = llvm.getelementptr %value[{OBJECT_WORDS}] : (!ptr) -> !ptr, i64
+    %whole = llvm.select %is_borrowed, %value, %behind_head : i1, !ptr
+    %begin = llvm.load %whole : !ptr -> i64
+    %data = llvm.add %begin, %offset : i64
+    llvm.store %data, %room : i64, !ptr
+    %device_at = llvm.getelementptr %whole[1] : (!ptr) -> !ptr, i64
+    %device = llvm.load %device_at : !ptr -> i64
+    %device_to = llvm.getelementptr %room[1] : (!ptr) -> !ptr, i64
+    llvm.store %device, %device_to : i64, !ptr
+    %kind_at = llvm.getelementptr %facts[0] : (!ptr) -> !ptr, i64
+    %kind_word = llvm.load %kind_at : !ptr -> i64
+    %kind_to = llvm.getelementptr %room[2] : (!ptr) -> !ptr, i64
+    llvm.store %kind_word, %kind_to : i64, !ptr
+    %shape_at = llvm.getelementptr %facts[1] : (!ptr) -> !ptr, i64
+    %shape = llvm.load %shape_at : !ptr -> i64
+    %shape_to = llvm.getelementptr %room[3] : (!ptr) -> !ptr, i64
+    llvm.store %shape, %shape_to : i64, !ptr
+    %strides_at = llvm.getelementptr %facts[2] : (!ptr) -> !ptr, i64
+    %strides = llvm.load %strides_at : !ptr -> i64
+    %strides_to = llvm.getelementptr %room[4] : (!ptr) -> !ptr, i64
+    llvm.store %strides, %strides_to : i64, !ptr
+    %zero = llvm.mlir.constant(0 : i64) : i64
+    %bytes_to = llvm.getelementptr %room[5] : (!ptr) -> !ptr, i64
+    llvm.store %zero, %bytes_to : i64, !ptr
+    llvm.return
+  }}
+
+  // What a caller such as XLA calls: (stream, tensors...). ``script`` is what ``bind`` was given.
   llvm.func @run(%script: !ptr, %given: !ptr, %count: i32, %result: !ptr) -> i32 {{
     %zero = llvm.mlir.constant(0 : i64) : i64
     %one = llvm.mlir.constant(1 : i64) : i64
@@ -70,12 +114,14 @@ module {{
     %counter_place = llvm.mlir.constant({COUNTER_PLACE} : i64) : i64
     %first_constant = llvm.mlir.constant({FIRST_CONSTANT} : i64) : i64
     %tensor_kind = llvm.mlir.constant(7 : i64) : i64
+    %piece_kind = llvm.mlir.constant({PIECE} : i64) : i64
     %success = llvm.mlir.constant(0 : i32) : i32
     %failure = llvm.mlir.constant(-1 : i32) : i32
     %single = llvm.mlir.constant(1 : i32) : i32
     %room = llvm.mlir.constant({MAX_ARGUMENTS} : i32) : i32
     %null = llvm.mlir.zero : !ptr
     %arguments = llvm.alloca %room x !any : (i32) -> !ptr
+    %pieces = llvm.alloca %room x !tensor : (i32) -> !ptr
     %ignored = llvm.alloca %single x !any : (i32) -> !ptr
     %launches = llvm.load %script : !ptr -> i64
     %constants_at = llvm.getelementptr %script[1] : (!ptr) -> !ptr, i64
@@ -131,7 +177,15 @@ module {{
   ^from_constants:
     %constant = llvm.sub %first_constant, %place : i64
     %constant_at = llvm.getelementptr %constants[%constant] : (!ptr, i64) -> !ptr, !any
-    llvm.br ^copy(%constant_at : !ptr)
+    %constant_kind = llvm.load %constant_at : !ptr -> i64
+    %is_piece = llvm.icmp "eq" %constant_kind, %piece_kind : i64
+    llvm.cond_br %is_piece, ^cut, ^copy(%constant_at : !ptr)
+  ^cut:
+    %piece_at = llvm.getelementptr %constant_at[1] : (!ptr) -> !ptr, i64
+    %piece = llvm.load %piece_at : !ptr -> !ptr
+    %room_at = llvm.getelementptr %pieces[%i] : (!ptr, i64) -> !ptr, !tensor
+    llvm.call @cut(%piece, %given, %room_at) : (!ptr, !ptr, !ptr) -> ()
+    llvm.br ^put(%tensor_kind, %room_at : i64, !ptr)
   ^copy(%from: !ptr):
     %from_kind = llvm.load %from : !ptr -> i64
     %from_at = llvm.getelementptr %from[1] : (!ptr) -> !ptr, i64
@@ -182,7 +236,8 @@ module {{
 }}
 """
 """7 and 68 are the type indices of a borrowed tensor and of a function, in TVM FFI's stable ABI. There the words of an
-argument are its type index and its value; the number of a device is the fourth int32 of a tensor."""
+argument are its type index and its value; the number of a device is the fourth int32 of a tensor, of which the words
+are its address, its device, its dimensions and dtype, its shape, its strides and an offset."""
 
 
 @cute.jit

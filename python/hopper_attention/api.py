@@ -273,9 +273,8 @@ def flash_attn_func(
         return results if return_attn_probs else results[0]
     flags = causal, backend, sm_margin, sides
     has_tensors_alone = q_descale is k_descale is v_descale is None
-    key = dense_again.key_of(q, k, v, flags) if has_tensors_alone and scores is NO_SCORES else None
-    if key is not None:
-        found = dense_again.find(key, q, k, v)
+    if has_tensors_alone and scores is NO_SCORES:
+        found = dense_again.find(q, k, v, flags)
         if found is not None:
             results = found(q, k, v, softmax_scale, deterministic, return_attn_probs)
             return results if return_attn_probs else results[0]
@@ -288,15 +287,14 @@ def flash_attn_func(
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
         if not needs_gradient(q, k, v):
             results = run_forward(q, k, v, softmax_scale, *flags[:3], return_attn_probs, sides, scores)
-            if key is not None:
-                dense_again.remember(key, q, k, v, flags, records_gradient=False)
+            if scores is NO_SCORES:
+                dense_again.remember(q, k, v, flags, records_gradient=False)
             return results if return_attn_probs else results[0]
         if scores is NO_SCORES and q.dim() == 4:
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
             options_16 = causal, backend, sm_margin, deterministic, *sides
             results = autograd.forward(q, k, v, scale, *options_16, *NO_SCORES.values)
-            if key is not None:
-                dense_again.remember(key, q, k, v, flags, records_gradient=True)
+            dense_again.remember(q, k, v, flags, records_gradient=True)
             return results if return_attn_probs else results[0]
     descales = (q_descale, k_descale, v_descale)
     options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)

@@ -35,19 +35,19 @@ class DenseCall:
     flags: Flags
     records_gradient: bool
     default_scale: float
+    window: tuple[int, ...]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any, deterministic: bool, wants_lse: bool
     ) -> tuple[Tensor, Tensor]:
         """out and lse, which may lack its rows where it is not wanted."""
         scale = self.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
-        causal, backend, _, sides = self.flags
         if self.records_gradient:
+            causal, backend, _, sides = self.flags
             options = GradientOptions(scale, causal, backend, deterministic, sides)
             out, lse = autograd.forward_by(q, k, v, self.launch, options)
             return out, lse
-        window = () if sides == FULL_SIDES else sides
-        return self.launch(q, k, v, scale, wants_lse, *window)
+        return self.launch(q, k, v, scale, wants_lse, *self.window)
 
 
 remembered: Remembered[DenseCall] = Remembered(REMEMBERED_CALLS)
@@ -56,24 +56,29 @@ of_any_length: Remembered[DenseCall] = Remembered(REMEMBERED_CALLS)
 """The same by ``_class_key``: calls with other numbers of keys that are served alike."""
 
 
-def key_of(q: Any, k: Any, v: Any, flags: Flags) -> Key | None:
-    """Under what calls are remembered whose tensors may be plain: without descales, and nothing changes scores."""
-    if type(q) is not Tensor or type(k) is not Tensor or not may_be_like():
+def find(q: Any, k: Any, v: Any, flags: Flags) -> DenseCall | None:
+    """What serves a call without descales whose scores nothing changes: one like it was made, perhaps with another
+    number of keys; or None."""
+    if not may_be_like():
         return None
-    return q.shape, k.shape, v is k, flags, torch.is_grad_enabled()
-
-
-def find(key: Key, q: Tensor, k: Tensor, v: Any) -> DenseCall | None:
-    """What serves a call: one like it was made, perhaps with another number of keys; or None."""
+    group = v is k, flags, torch.is_grad_enabled()
+    # What is no tensor is like none.
+    found = remembered.find_latest(group, q, k) if v is k else remembered.find_latest(group, q, k, v)
+    if found is not None or type(q) is not Tensor or type(k) is not Tensor:
+        return found
+    key = q.shape, k.shape, *group
     given = _distinct(q, k, v)
-    found = remembered.find(key, *given)
+    found = remembered.find(key, *given, group=group)
     return _find_of_any_length(key, given) if found is None else found
 
 
-def remember(key: Key, q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bool) -> None:
-    """Keep a call that was made, of tensors of 16 bits on a GPU; ``key`` is that of ``key_of``."""
+def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bool) -> None:
+    """Keep a call that was made, of tensors of 16 bits on a GPU."""
+    if type(q) is not Tensor or type(k) is not Tensor or not may_be_like():
+        return
     if device_memory.is_capturing(q.device):
         return
+    key = q.shape, k.shape, v is k, flags, torch.is_grad_enabled()
     class_key = _class_key(key)
     comes_again = remembered.comes_again(key)
     has_others = class_key is not None and of_any_length.comes_again(class_key)
@@ -82,9 +87,11 @@ def remember(key: Key, q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gr
     causal, backend, sm_margin, sides = flags
     facts = [fact for x in (q, k, v) for fact in (x.shape, x.stride(), x.dtype, x.device)]
     launch = find_launch(*facts, causal, backend, sm_margin, sides)
+    window = () if sides == FULL_SIDES else sides
     if isinstance(launch, ForwardLauncher) and not launch.repairs:
-        launch = ReadyLaunch.of(launch, q, k, () if sides == FULL_SIDES else sides)
-    call, given = DenseCall(launch, flags, records_gradient, q.shape[3] ** -0.5), _distinct(q, k, v)
+        launch = ReadyLaunch.of(launch, q, k, window)
+    call = DenseCall(launch, flags, records_gradient, q.shape[3] ** -0.5, window)
+    given = _distinct(q, k, v)
     if comes_again:
         remembered.keep(key, call, *given)
     if has_others and isinstance(launch, ReadyLaunch) and of_any_length.find(class_key, *given) is None:

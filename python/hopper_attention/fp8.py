@@ -375,6 +375,9 @@ def flash_attn_quantized_func(
         raise TypeError(
             f"parts is a {type(parts).__name__}, allowed: a QuantizedQKV, which quantize_qkv makes"
         )
+    if isinstance(parts, QuantizedQKV) and not torch.compiler.is_compiling():
+        # The caller's stay as they are, so that the next call finds them where they lie.
+        parts = parts.opened()
     causal = checks.check_flag("causal", causal)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     scale = parts.q.data.shape[-1] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)

@@ -8,9 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from hopper_attention import device_memory
+from hopper_attention import device_memory, parts_memory
 from hopper_attention.device_memory import Facts, Piece
-from hopper_attention.launch import value_mean
+from hopper_attention.launch import at_once, value_mean
+from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, current_device
 from hopper_attention.launch.quantize import (
     Extras,
@@ -23,13 +24,15 @@ from hopper_attention.launch.quantize import (
 from hopper_attention.launch.value_mean import ValueMeanLauncher
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import Remembered, may_be_like
+from hopper_attention.parts_memory import PartsLayout
 from hopper_attention.quantized import Fp8Quantization, Means, QuantizedQKV
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
     """A call of ``quantize_qkv``; ``made`` is its quantization with numbers. Where it subtracts the mean of V,
-    ``finder`` finds it, ``mean`` is what to make for it."""
+    ``finder`` finds it, ``mean`` is what to make for it. Where the results are small, ``layout`` is how they lie in two
+    tensors, and ``script`` fills these."""
 
     launcher: QuantizeLauncher
     given: Fp8Quantization
@@ -38,6 +41,9 @@ class QuantizeCall:
     outputs: tuple[Facts, ...]
     finder: ValueMeanLauncher | None
     mean: Facts
+    no_floats: Tensor
+    layout: PartsLayout | None
+    script: Script | None
 
     @classmethod
     def of(
@@ -53,13 +59,25 @@ class QuantizeCall:
         c, (batch, _, kv_heads, head_dim_v), nothing = launcher.config, v.shape, no_words(v.device)
         extras = launcher.extras(made.seed, Means(nothing, nothing), q.device).kept()
         pieces = output_pieces(c.block_q, c.block_k, q.shape, k.shape, v.shape)
-        outputs, mean = tuple(piece.facts for piece in pieces), Piece((batch, kv_heads, head_dim_v)).facts
+        outputs, mean = tuple(piece.facts for piece in pieces), Piece((batch, kv_heads, head_dim_v))
         finder = value_mean.find(v) if c.smooth_v else None
-        return cls(launcher, given, made, extras, outputs, finder, mean)
+        no_floats = device_memory.no_floats(v.device)
+        layout = script = None
+        if sum(piece.bytes for piece in pieces[:3]) <= parts_memory.MAX_BYTES:
+            if finder is not None:
+                pieces = *pieces, mean
+            rows = c.block_q, c.block_k
+            layout = PartsLayout.of(pieces, rows, launcher.largest_codes, k.shape[1], no_floats)
+            script = at_once.make_script(_steps(layout, launcher, finder, extras))
+        return cls(launcher, given, made, extras, outputs, finder, mean.facts, no_floats, layout, script)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> QuantizedQKV:
         """As ``quantizers.quantize_plain``."""
-        make, nothing = device_memory.empty_on_gpu, device_memory.no_floats(v.device)
+        make, nothing, layout = device_memory.empty_on_gpu, self.no_floats, self.layout
+        if layout is not None and self.script is not None:
+            codes, floats = make(*layout.codes), make(*layout.floats)
+            self.script.run(q, k, v, codes, floats)
+            return QuantizedQKV.in_memory((layout, codes, floats), self.made, q.dtype, nothing)
         extras, means = self.extras, Means(nothing, nothing)
         if self.finder is not None:
             mean = make(*self.mean)
@@ -69,6 +87,19 @@ class QuantizeCall:
         self.launcher.fill(outputs, q, k, v, extras)
         parts = self.launcher.parts(outputs, k.shape[1])
         return QuantizedQKV.unchecked(*parts, self.made, q.dtype, means)
+
+
+def _steps(
+    layout: PartsLayout, launcher: QuantizeLauncher, finder: ValueMeanLauncher | None, extras: Extras
+) -> list[Step]:
+    """The launches of a call that gives q, k, v, codes and floats."""
+    q, k, v = map(Given, range(3))
+    *parts, mean = layout.parts(3, 4) if finder is not None else (*layout.parts(3, 4), None)
+    before = []
+    if finder is not None:
+        before.append(Step(finder.kernel, (v, mean)))
+        extras = Extras(*extras[:3], mean)
+    return [*before, Step(launcher.kernel, (q, k, v, *parts, *extras, launcher.num_ctas))]
 
 
 class FusedCall(Protocol):

@@ -29,14 +29,21 @@ def decode_again(tensors: Decoded, options: tuple[Any, ...]) -> Result | None:
     Args:
         options: all other arguments of the call. They count with their types, as True is no number of splits.
     """
-    if not may_be_like() or type(tensors[0]) is not Tensor or type(tensors[1]) is not Tensor:
+    if not may_be_like():
         return None
     key, given = _key_of(tensors, options), [x for x in tensors if x is not None]
     metadata = tensors[-1]
-    if type(metadata) is Tensor and ATTRIBUTE in metadata.__dict__:
-        call = metadata.__dict__[ATTRIBUTE].calls.find(key, *given)
+    if type(metadata) is Tensor and (schedule := metadata.__dict__.get(ATTRIBUTE)) is not None:
+        call = schedule.calls.find(key, *given)
     else:
-        call = remembered.find((tensors[0].shape, tensors[1].shape, key), *given)
+        q, k_cache = tensors[:2]
+        try:
+            call = remembered.find_latest(key, *given)
+        except TypeError:
+            # Options without a hash.
+            return None
+        if call is None and type(q) is Tensor and type(k_cache) is Tensor:
+            call = remembered.find((q.shape, k_cache.shape, key), *given, group=key)
     return None if call is None else call(tensors)
 
 
@@ -56,7 +63,7 @@ def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -
         return
     if is_launched_as_it_is(call.shape, read, tensors):
         given = [x for x in tensors if x is not None]
-        found = DecodeCall(find_decode(call), scores.softcap or None)
+        found = DecodeCall.of(find_decode(call), scores.softcap or None)
         if schedule is None:
             remembered.keep(sizes, found, *given)
         else:

@@ -75,10 +75,23 @@ class Remembered(Generic[Call]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._calls: dict[Hashable, list[Kept[Call]]] = {}
+        self._latest: dict[Hashable, Kept[Call]] = {}
         self._once: set[Hashable] = set()
 
-    def find(self, key: Hashable, *tensors: Tensor) -> Call | None:
-        """What was kept under this key for tensors like these; None if nothing was, or the key has no hash."""
+    def find_latest(self, group: Hashable, *tensors: Tensor) -> Call | None:
+        """What served the latest call of a group, if it was kept for tensors like these; None if not.
+
+        The calls of a model's layers are alike, and a group is less to read of a call than a key. Calls of one group
+        have as many tensors each.
+        """
+        kept = self._latest.get(group)
+        return kept.call if kept is not None and kept.is_like(*tensors) else None
+
+    def find(self, key: Hashable, *tensors: Tensor, group: Hashable = None) -> Call | None:
+        """What was kept under this key for tensors like these; None if nothing was, or the key has no hash.
+
+        It becomes the latest of its ``group``, if that is not None.
+        """
         try:
             kinds = self._calls.get(key)
         except TypeError:
@@ -86,13 +99,21 @@ class Remembered(Generic[Call]):
         if kinds is not None:
             for kept in kinds:
                 if kept.is_like(*tensors):
+                    if group is not None:
+                        self._set_latest(group, kept)
                     return kept.call
         return None
+
+    def _set_latest(self, group: Hashable, kept: Kept[Call]) -> None:
+        if len(self._latest) >= self._limit:
+            self._latest.clear()
+        self._latest[group] = kept
 
     def keep(self, key: Hashable, call: Call, *tensors: Tensor, of_any_length: Iterable[int] = ()) -> None:
         """Serve calls with tensors ``like`` these so. Nothing is like tensors of which two are one."""
         if len(self._calls) >= self._limit:
             self._calls.clear()
+            self._latest.clear()
         kinds = self._calls.setdefault(key, [])
         if len(kinds) < KINDS and len(set(map(id, tensors))) == len(tensors):
             kinds.append(Kept(like(*tensors, of_any_length=of_any_length), call))
@@ -108,4 +129,5 @@ class Remembered(Generic[Call]):
 
     def cache_clear(self) -> None:
         self._calls.clear()
+        self._latest.clear()
         self._once.clear()

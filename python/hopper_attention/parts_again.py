@@ -10,13 +10,15 @@ from torch import Tensor
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Facts, Piece
-from hopper_attention.launch import fp8
+from hopper_attention.launch import at_once, fp8
+from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, no_vectors
 from hopper_attention.launch.fp8 import Fp8HopperLauncher
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES
-from hopper_attention.quantized import QuantizedQKV, TransposedV
+from hopper_attention.parts_memory import PartsLayout
+from hopper_attention.quantized import MEMORY, PartsMemory, QuantizedQKV, TransposedV
 
 Key = tuple[Any, ...]
 
@@ -34,6 +36,8 @@ class PartsCall:
     no_lse: Any
     rows_q: int
     default_scale: float
+    has_mean: bool
+    has_lone_scale: bool
 
     @classmethod
     def of(cls, launcher: Fp8HopperLauncher, parts: QuantizedQKV) -> PartsCall:
@@ -48,37 +52,118 @@ class PartsCall:
         no_mean, no_lse = (kept_argument(no_vectors(batch, n, device)) for n in (kv_heads, heads))
         rows_q = parts.q.block if parts.q.block < seqlen_q else fp8.ALL_ROWS
         lse, scale = Piece((batch, heads, seqlen_q)), head_dim**-0.5
-        return cls(launcher, out.facts, lse.facts, ones, no_mean, no_lse, rows_q, scale)
+        options = rows_q, scale, parts.mean_v.numel() > 0, launcher.block_k == fp8.ALL_ROWS
+        return cls(launcher, out.facts, lse.facts, ones, no_mean, no_lse, *options)
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         """out and lse; an lse that is not wanted has no elements."""
-        q, k, v, make = parts.q, parts.k, parts.v, device_memory.empty_on_gpu
+        q, k, v, make, launcher = parts.q, parts.k, parts.v, device_memory.empty_on_gpu, self.launcher
         out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
-        mean = parts.mean_v if parts.mean_v.numel() else self.no_mean
-        tensors, scales = (q.data, k.data, v.data, out, lse), (q.scale, k.scale, v.scale, self.ones)
-        self.launcher.queue(tensors, scales, mean, self.rows_q, softmax_scale, FULL_SIDES)
+        v_scale, o_scale = v.scale, self.ones
+        if self.has_lone_scale:
+            v_scale, o_scale = o_scale, v_scale
+        # As ``Fp8HopperLauncher.arguments``, without a window.
+        launcher.kernel(
+            q.data,
+            k.data,
+            v.data,
+            out,
+            lse,
+            device_memory.tile_counter(launcher.device_index),
+            q.scale,
+            k.scale,
+            v_scale,
+            o_scale,
+            parts.mean_v if self.has_mean else self.no_mean,
+            self.rows_q,
+            launcher.block_k,
+            softmax_scale,
+            launcher.num_ctas,
+        )
+        return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCall:
+    """``PartsCall`` of parts that nobody has asked for yet: their kernel reads them where they lie."""
+
+    made: PartsCall
+    launcher: Fp8HopperLauncher
+    script: Script
+    out: Facts
+    lse: Facts
+    no_lse: Any
+    default_scale: float
+
+    @classmethod
+    def of(cls, call: PartsCall, layout: PartsLayout) -> MemoryCall:
+        """What ``call`` is where parts lie like this."""
+        codes, floats, out, lse, counter, scale = map(Given, range(6))
+        q, k, v, of_q, of_k, of_v, *means = layout.parts(codes.number, floats.number)
+        tensors, scales = (q, k, v, out, lse), (of_q, of_k, of_v, call.ones)
+        mean = means[0] if means else call.no_mean
+        of_call = counter, scales, mean, call.rows_q, scale, FULL_SIDES
+        script = at_once.make_script([Step(call.launcher.kernel, call.launcher.arguments(tensors, *of_call))])
+        results = call.out, call.lse, call.no_lse
+        return cls(call, call.launcher, script, *results, call.default_scale)
+
+    def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        """As that of ``PartsCall``."""
+        make, memory = device_memory.empty_on_gpu, vars(parts).get(MEMORY)
+        if memory is None:
+            # Another thread has asked for them since they were looked at.
+            return self.made(parts, softmax_scale, wants_lse)
+        _, codes, floats = memory
+        out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
+        counter = device_memory.tile_counter(self.launcher.device_index)
+        self.script.run(codes, floats, out, lse, counter, softmax_scale)
         return out, lse
 
 
 remembered: Remembered[PartsCall] = Remembered(REMEMBERED_CALLS)
 
+in_memory: Remembered[MemoryCall] = Remembered(REMEMBERED_CALLS)
 
-def find(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | None:
+
+def find(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | MemoryCall | None:
     """What serves a call without a window: one like it was made, and its GPU is the current one; or None. None in a
     CUDA graph too, as of ``FusedCalls``.
 
     Args:
         options: all other arguments of the call but the scale. They count with their types.
     """
-    v = parts.v
-    if not may_be_like() or type(v) is not TransposedV or _is_undone_by_pytorch(parts):
+    if not may_be_like():
         return None
-    tensors = _tensors_of(parts)
-    call = remembered.find((len(tensors), *_key_of(parts, v.seqlen, options)), *tensors)
-    if call is None or _addresses(parts) % TMA_BYTES:
+    memory = vars(parts).get(MEMORY)
+    call = _find_made(parts, options) if memory is None else _find_in_memory(parts, memory, options)
+    if call is None:
         return None
     index = call.launcher.device_index
     return call if current_device() == index and not device_memory.records_graph(index) else None
+
+
+def _find_made(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | None:
+    v = parts.v
+    if type(v) is not TransposedV or _is_undone_by_pytorch(parts):
+        return None
+    tensors = _tensors_of(parts)
+    group = len(tensors), *_group_of(parts, v.seqlen, options)
+    call = remembered.find_latest(group, *tensors)
+    if call is None:
+        call = remembered.find((*_shapes_of(parts), *group), *tensors, group=group)
+    return None if call is None or _addresses(tensors) % TMA_BYTES else call
+
+
+def _find_in_memory(parts: QuantizedQKV, memory: PartsMemory, options: tuple[Any, ...]) -> MemoryCall | None:
+    layout, codes, floats = memory
+    key = layout, options, tuple(map(type, options))
+    found = in_memory.find(key, codes, floats)
+    if found is None and isinstance(layout, PartsLayout):
+        call = _find_made(parts.opened(), options)
+        if call is not None:
+            found = MemoryCall.of(call, layout)
+            in_memory.keep(key, found, codes, floats)
+    return found
 
 
 def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None:
@@ -96,7 +181,7 @@ def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None
         or device_memory.is_capturing(parts.q.data.device)
     ):
         return
-    key = len(tensors), *_key_of(parts, v.seqlen, options)
+    key = *_shapes_of(parts), len(tensors), *_group_of(parts, v.seqlen, options)
     if remembered.comes_again(key):
         remembered.keep(key, PartsCall.of(launch, parts), *tensors)
 
@@ -106,10 +191,15 @@ def _is_undone_by_pytorch(parts: QuantizedQKV) -> bool:
     return parts.quantization.rotate_v or parts.shift.numel() > 0
 
 
-def _key_of(parts: QuantizedQKV, seqlen_k: int, options: tuple[Any, ...]) -> Key:
+def _shapes_of(parts: QuantizedQKV) -> Key:
+    return parts.q.data.shape, parts.k.data.shape
+
+
+def _group_of(parts: QuantizedQKV, seqlen_k: int, options: tuple[Any, ...]) -> Key:
+    """What is compared of a call beside its tensors."""
     q, k = parts.q, parts.k
     quantized = q.block, q.largest, k.block, k.largest, parts.v.block, seqlen_k, parts.dtype
-    return q.data.shape, k.data.shape, quantized, options, tuple(map(type, options))
+    return *quantized, options, tuple(map(type, options))
 
 
 def _tensors_of(parts: QuantizedQKV) -> tuple[Tensor, ...]:
@@ -119,7 +209,7 @@ def _tensors_of(parts: QuantizedQKV) -> tuple[Tensor, ...]:
     return (*given, mean) if mean.numel() else given
 
 
-def _addresses(parts: QuantizedQKV) -> int:
-    """Of what TMA, or a vector access, reads: a multiple of 16 bytes if all are."""
-    data = parts.q.data.data_ptr() | parts.k.data.data_ptr() | parts.v.data.data_ptr()
-    return data | parts.mean_v.data_ptr()
+def _addresses(tensors: tuple[Tensor, ...]) -> int:
+    """Of what TMA, or a vector access, reads of ``_tensors_of``: a multiple of 16 bytes if all are."""
+    data = tensors[0].data_ptr() | tensors[1].data_ptr() | tensors[2].data_ptr()
+    return data | tensors[6].data_ptr() if len(tensors) > 6 else data

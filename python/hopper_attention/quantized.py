@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -294,6 +294,19 @@ def _check_scale_shape(scale: torch.Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"scale has shape {tuple(scale.shape)}, allowed for this data: {expected}")
 
 
+class MadeOnDemand(Protocol):
+    """``parts_memory.PartsLayout``, which makes tensors in the memory of two."""
+
+    def fields(self, codes: torch.Tensor, floats: torch.Tensor) -> dict[str, Any]: ...
+
+
+PartsMemory = tuple[MadeOnDemand, torch.Tensor, torch.Tensor]
+"""How quantized tensors lie in the two, their codes and their scales."""
+
+MEMORY, IN_MEMORY = "_memory", frozenset(("q", "k", "v", "mean_v"))
+"""What of a ``QuantizedQKV`` has its ``PartsMemory`` until it has the parts that lie there, and these parts."""
+
+
 @dataclass(frozen=True)
 class QuantizedQKV:
     """Q, K and V of one attention problem in e4m3, how they were made, and the dtype of its output.
@@ -325,6 +338,46 @@ class QuantizedQKV:
         """As ``QuantizedTensor.unchecked``, of tensors that lost the mean of V of ``means`` at most."""
         options = {"quantization": quantization, "dtype": dtype, "shift": means.k, "mean_v": means.v}
         return _unchecked(cls, {"q": q, "k": k, "v": v, **options})
+
+    @classmethod
+    def in_memory(
+        cls, memory: PartsMemory, quantization: Fp8Quantization, dtype: torch.dtype, no_shift: torch.Tensor
+    ) -> QuantizedQKV:
+        """The same of tensors that are made when someone asks for one of them."""
+        return _unchecked(
+            cls, {MEMORY: memory, "quantization": quantization, "dtype": dtype, "shift": no_shift}
+        )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A part that nobody asked for before."""
+            memory = self.__dict__.get(MEMORY)
+            if memory is None or name not in IN_MEMORY:
+                # Another thread may just have made it.
+                if name in self.__dict__:
+                    return self.__dict__[name]
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            layout, codes, floats = memory
+            made = layout.fields(codes, floats)
+            if not torch.compiler.is_compiling():
+                self.__dict__.update(made)
+                self.__dict__.pop(MEMORY, None)
+            return made[name]
+
+    def opened(self) -> QuantizedQKV:
+        """The same with all its tensors; this stays as it is."""
+        memory = self.__dict__.get(MEMORY)
+        if memory is None:
+            return self
+        layout, codes, floats = memory
+        rest = self.__dict__.copy()
+        rest.pop(MEMORY, None)
+        return _unchecked(QuantizedQKV, rest | layout.fields(codes, floats))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, in this process or another."""
+        return dict(self.opened().__dict__)
 
     def __post_init__(self) -> None:
         device = self.q.data.device

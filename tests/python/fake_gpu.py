@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from hopper_attention.backends import Target
 from hopper_attention.launch import (
     addition,
     append,
+    at_once,
     backward,
     combine,
     copies,
@@ -91,6 +92,26 @@ def new_memory(device_index: int, pieces: device_memory.Pieces) -> device_memory
     return device_memory.Work(tensors, tensors)
 
 
+def run_in_python(steps: Sequence[at_once.Step]) -> at_once.Script:
+    """Stands for ``at_once.make_script``: kernels here are functions that compute nothing, of any tensors."""
+
+    def run(*given: Any) -> None:
+        for kernel, arguments in steps:
+            kernel(*[argument_of(x, given) for x in arguments])
+
+    return at_once.Script(run, ())
+
+
+def argument_of(x: Any, given: tuple[Any, ...]) -> Any:
+    if isinstance(x, at_once.Given):
+        return given[x.number]
+    if isinstance(x, at_once.Part):
+        shape, strides, dtype = x.facts
+        assert given[x.number].dtype == dtype and x.byte % 256 == 0
+        return guards._reinterpret_tensor(given[x.number], shape, strides, x.byte // dtype.itemsize)
+    return x
+
+
 def pretend(
     monkeypatch: pytest.MonkeyPatch,
     *kinds: ModuleType,
@@ -123,6 +144,7 @@ def pretend(
     monkeypatch.setattr(device_memory, "empty_on_gpu", guards._empty_strided_cpu)
     monkeypatch.setattr(device_memory, "stream_memory", new_memory)
     monkeypatch.setattr(device_memory, "records_graph", lambda index: False)
+    monkeypatch.setattr(at_once, "make_script", run_in_python)
     monkeypatch.setattr(device_memory, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)

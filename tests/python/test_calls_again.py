@@ -373,8 +373,12 @@ def test_an_fp8_call_is_found_once(seen: Seen, monkeypatch: pytest.MonkeyPatch) 
     assert flash_attn_fp8_func(*given, 0.5, True).shape == (1, 40, 2, 64)
     assert all(x is y for x, y in zip(given, seen[-2], strict=False)) and 0.5 in floats(seen[-1])
     parts = quantize_qkv(*given)
-    assert parts.q.data.dtype == torch.float8_e4m3fn and parts.q.data is seen[-1][3]
-    assert parts.q.data.is_contiguous() and parts.dtype == BF16 and parts.v.scale is seen[-1][8]
+    assert parts.q.data.dtype == torch.float8_e4m3fn and parts.q.data.data_ptr() == seen[-1][3].data_ptr()
+    assert (
+        parts.q.data.is_contiguous()
+        and parts.dtype == BF16
+        and parts.v.scale.data_ptr() == seen[-1][8].data_ptr()
+    )
     other = Fp8Quantization(seed=7)
     for attend in (flash_attn_fp8_func, quantize_qkv):
         with pytest.raises(AssertionError, match="found anew"):
@@ -401,7 +405,7 @@ def test_attention_to_parts_is_found_once(seen: Seen, monkeypatch: pytest.Monkey
         flash_attn_quantized_func(quantize_qkv(*qkv()), causal=True)
     first = seen[-1]
     monkeypatch.setattr(fp8, "attend_and_undo", refuse)
-    parts = quantize_qkv(*qkv())
+    parts = quantize_qkv(*qkv()).opened()
     out = flash_attn_quantized_func(parts, 0.25, True)
     assert out.shape == (1, 40, 2, 64) and out.dtype == BF16
     # What the kernel is given is what it was given by the call that was found, but for tensors and the scale.

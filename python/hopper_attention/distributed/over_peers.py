@@ -99,13 +99,12 @@ def _attend(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[Tensor
         options = call.softmax_scale, mask.causal, call.backend, call.sm_margin, True, mask.sides
         return run_forward(q, k, v, *options, Scores.of(call.softcap, None, None))
     flags = mask.causal, call.backend, call.sm_margin, mask.sides
-    key = dense_again.key_of(q, k, v, flags)
-    found = None if key is None else dense_again.find(key, q, k, v)
+    found = dense_again.find(q, k, v, flags)
     if found is not None:
         return found(q, k, v, call.softmax_scale, call.deterministic, True)
     out, lse = run_forward(q, k, v, call.softmax_scale, *flags[:3], True, mask.sides)
-    if key is not None and q.is_cuda:
-        dense_again.remember(key, q, k, v, flags, False)
+    if q.is_cuda:
+        dense_again.remember(q, k, v, flags, False)
     return out, lse
 
 

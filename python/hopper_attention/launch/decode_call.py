@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from hopper_attention import device_memory
+from hopper_attention._kernels import Kernel
 from hopper_attention.checks import FP8_DTYPE, Result, TensorSpec
+from hopper_attention.device_memory import Facts, Pieces
 from hopper_attention.kvcache_checks import CacheShape, CacheTensors
 from hopper_attention.launch.base import current_device
 from hopper_attention.launch.decode import DecodeLauncher, is_aligned
@@ -20,33 +23,40 @@ were given, where a call has no other tensors."""
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """What serves calls like one that was checked."""
+    """What serves calls like one that was checked.
 
-    launcher: DecodeLauncher
-    softcap: float | None
+    ``options`` is what the kernel takes behind its work memory, up to the descales of K and V; ``lse`` is what to make
+    for an LSE, None where it is not wanted.
+    """
+
+    kernel: Kernel
+    device_index: int
+    out: Facts
+    lse: Facts | None
+    work: Pieces
+    options: tuple[Any, ...]
+    pieces: int
+
+    @classmethod
+    def of(cls, launcher: DecodeLauncher, softcap: float | None) -> DecodeCall:
+        """That of a call which ``launcher`` serves."""
+        options = launcher.softmax_scale, launcher.max_splits, *launcher.sides, softcap, None, None
+        lse = launcher.lse_facts if launcher.wants_lse else None
+        results = launcher.out_facts, lse, launcher.work
+        return cls(launcher.kernel, launcher.device_index, *results, options, launcher.pieces)
 
     def __call__(self, tensors: Decoded) -> Result | None:
         """The results of tensors like those of the call; None if TMA cannot address them, or another GPU is current."""
         q, k_cache, v_cache, lengths, table, cu_seqlens_q, k_descale, v_descale, _ = tensors
-        launcher = self.launcher
-        if (
-            (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % TMA_BYTES
-            or current_device() != launcher.device_index
-        ):  # fmt: skip
+        index = self.device_index
+        if (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % TMA_BYTES or current_device() != index:
             return None
-        out, lse = launcher.launch(
-            (q,),
-            k_cache,
-            v_cache,
-            lengths,
-            table,
-            None,
-            cu_seqlens_q,
-            self.softcap,
-            None,
-            (None, k_descale, v_descale),
-        )
-        return (out, lse) if launcher.wants_lse else out
+        out = device_memory.empty_on_gpu(*self.out)
+        work = device_memory.stream_memory(index, self.work).arguments
+        lse = work[-1] if self.lse is None else device_memory.empty_on_gpu(*self.lse)
+        given = q, k_cache, v_cache, out, lse, lengths, table, None, cu_seqlens_q, work[0]
+        self.kernel(*(given + self.options + (k_descale, v_descale, self.pieces)))
+        return out if self.lse is None else (out, lse)
 
 
 def is_launched_as_it_is(shape: CacheShape, read: CacheTensors, tensors: Decoded) -> bool:

@@ -194,37 +194,45 @@ class ForwardLauncher(Launcher):
 @dataclass(frozen=True, slots=True)
 class ReadyLaunch:
     """A ``Launch`` of tensors of the same sizes and strides in every call, which the kernel can address wherever they
-    are aligned. ``options`` are those of every call, whose window is the same and whose scores nothing changes."""
+    are aligned. ``options`` are what the kernel takes behind the scale in every call, as its window is the same and
+    nothing changes its scores."""
 
     launcher: ForwardLauncher
+    kernel: Kernel
+    device_index: int
+    has_counter: bool
     options: tuple[Any, ...]
     out: Facts
     lse: Facts
     no_lse: Any
+    default_scale: float
 
     @classmethod
     def of(cls, launcher: ForwardLauncher, q: Tensor, k: Tensor, window: tuple[int, ...]) -> ReadyLaunch:
         """That of calls with tensors like these; ``launcher`` repairs none of them."""
         batch, seqlen_q, heads, _ = q.shape
         options = launcher.options((batch, heads, seqlen_q, k.shape[1]), window, NO_SCORES)
+        if launcher.num_ctas:
+            options = *options, launcher.num_ctas
         result = launcher.result
         out = Piece((batch, seqlen_q, heads, result.head_dim_v), result.dtype)
+        results = out.facts, Piece((batch, heads, seqlen_q)).facts
         no_lse = kept_argument(no_vectors(batch, heads, q.device))
-        return cls(launcher, options, out.facts, Piece((batch, heads, seqlen_q)).facts, no_lse)
+        where = launcher.kernel, launcher.device_index, launcher.num_ctas > 0
+        return cls(launcher, *where, options, *results, no_lse, launcher.default_scale)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
     ) -> tuple[Tensor, Tensor]:
-        launcher = self.launcher
-        if (
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES
-            or current_device() != launcher.device_index
-        ):  # fmt: skip
-            return launcher(q, k, v, softmax_scale, wants_lse, *window)
-        make = device_memory.empty_on_gpu
+        index, make = self.device_index, device_memory.empty_on_gpu
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES or current_device() != index:
+            return self.launcher(q, k, v, softmax_scale, wants_lse, *window)
         out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
-        scale = launcher.default_scale if softmax_scale is None else softmax_scale
-        launcher.start(q, k, v, out, lse, scale, self.options)
+        scale = self.default_scale if softmax_scale is None else softmax_scale
+        if self.has_counter:
+            self.kernel(q, k, v, out, lse, device_memory.tile_counter(index), scale, *self.options)
+        else:
+            self.kernel(q, k, v, out, lse, scale, *self.options)
         return out, lse
 
 

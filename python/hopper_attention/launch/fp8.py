@@ -153,13 +153,27 @@ class Fp8HopperLauncher(Launcher):
     ) -> None:
         """Queue the kernel on q, k, v, out and lse, with the scales of the first three, ``unit_scales`` and the mean of
         V, all as it reads them. ``rows_q`` rows of Q share a scale."""
+        counter = device_memory.tile_counter(self.device_index)
+        self.kernel(*self.arguments(tensors, counter, scales, mean, rows_q, softmax_scale, window))
+
+    def arguments(
+        self,
+        tensors: tuple[Any, ...],
+        counter: Any,
+        scales: tuple[Any, ...],
+        mean: Any,
+        rows_q: int,
+        softmax_scale: Any,
+        window: Sides,
+    ) -> tuple[Any, ...]:
+        """What the kernel takes, in its order."""
         q_scale, k_scale, v_scale, o_scale = scales
         if self.block_k == ALL_ROWS:
             # A lone scale is a factor of the output, whatever its sign.
             v_scale, o_scale = o_scale, v_scale
-        self.kernel(
+        return (
             *tensors,
-            device_memory.tile_counter(self.device_index),
+            counter,
             q_scale,
             k_scale,
             v_scale,
