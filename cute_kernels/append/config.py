@@ -22,6 +22,16 @@ ROTARY_STEP = 2 * VECTOR
 
 THREADS = 128
 
+SIGN_WORDS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89)
+"""Of the Hadamard rotation, a bit for each of 256 columns, the lowest first, 1 for a minus: the binary digits of pi
+behind its point. No tensor has them, so that they are the same in all kernels and for ever."""
+
+
+def has_minus(column: int) -> bool:
+    """Whether a column of K changes its sign before it is multiplied by a Hadamard matrix."""
+    return SIGN_WORDS[column // 32] >> column % 32 & 1 == 1
+
+
 ARCHS_WITHOUT_E4M3 = ("sm_80", "sm_86")
 
 

@@ -45,6 +45,8 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return "there is a qv"
     if shape.is_fp8_cache and call.scores.has_softcap:
         return "there is a softcap, and the cache is of e4m3"
+    if shape.has_scales_of_rows:
+        return f"scales are by {shape.scales}"
     widest = max(_tile_n(call))
     if max(shape.head_dim, shape.head_dim_v) > widest:
         of_e4m3 = " of a cache of e4m3" if shape.is_fp8_cache else ""

@@ -353,6 +353,7 @@ def append(
     q: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     per_query_position: bool = True,
+    hadamard: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Write new tokens into a cache, in place, and rotate queries, on torch's current stream, in one launch.
 
@@ -370,6 +371,8 @@ def append(
     Raises:
         NotImplementedError: the kernel does not do it (``why_not_append``); the message says why, and what does.
     """
+    if hadamard or (k_descale is not None and k_descale.dim() == 3):
+        raise NotImplementedError(f"scales by page or token, and hadamard; {INSTEAD}")
     facts = _raw_append_facts(k, v, k_cache, v_cache, page_table, rotation, q)
     launcher, is_addressable = _find_for(k.device, *facts)
     addresses = k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
