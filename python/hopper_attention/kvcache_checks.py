@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.append.config import BY_SEQUENCE, BY_TOKEN
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, FULL_WINDOW, HALF_DTYPES, TensorSpec
-from hopper_attention.kvcache_scales import BY_SEQUENCE, BY_TOKEN, check_descales
+from hopper_attention.kvcache_scales import check_descales
 from hopper_attention.lengths import check_max_seqlen
 from hopper_attention.masks import MaskSpec
 from hopper_attention.qv import check_qv

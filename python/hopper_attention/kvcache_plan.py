@@ -187,7 +187,8 @@ def _append_steps(call: CacheCall, tensors: CacheTensors, target: Target, backen
     how = "by PyTorch"
     if backend in KERNELS:
         q = None if rotation is None else t.q
-        facts = append_facts(t.k, t.v, t.k_cache, t.v_cache, t.page_table, rotation, q)
+        caches = t.k_cache, t.v_cache, t.page_table
+        facts = append_facts(t.k, t.v, *caches, rotation, q, t.k_descale, call.hadamard)
         reason = why_not_append(facts, target)
         how = f"by PyTorch, as {reason}" if reason else f"by {select_append_config(facts, target).name}"
     scales = ", with a scale of its own each" if call.writes_scales else ""

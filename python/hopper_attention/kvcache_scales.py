@@ -6,11 +6,8 @@ from typing import Protocol
 
 import torch
 
+from cute_kernels.append.config import BY_PAGE, BY_SEQUENCE, BY_TOKEN
 from hopper_attention.checks import FP8_DTYPE, TensorSpec
-
-BY_SEQUENCE, BY_PAGE, BY_TOKEN = "sequence", "page", "token"
-"""What shares a scale of a K/V head: all keys of a sequence, of a page (of a sequence of a cache without pages), or
-one."""
 
 
 class ScaledCache(Protocol):

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from cute_kernels.append.config import BY_PAGE
 from hopper_attention.checks import FP8_DTYPE, Result, TensorSpec
 from hopper_attention.kvcache_checks import CacheShape, CacheTensors
 from hopper_attention.launch.base import current_device
-from hopper_attention.launch.decode import DecodeLauncher, is_aligned
+from hopper_attention.launch.decode import DecodeLauncher, is_aligned, scales_of_rows
 from hopper_attention.layout import TMA_BYTES, repairs_for
 
 Decoded = tuple[Any, ...]
@@ -34,6 +35,8 @@ class DecodeCall:
             or current_device() != launcher.device_index
         ):  # fmt: skip
             return None
+        if launcher.shape.scales == BY_PAGE:
+            k_descale, v_descale = (scales_of_rows(x, launcher.shape) for x in (k_descale, v_descale))
         out, lse = launcher.launch(
             (q,),
             k_cache,
@@ -59,7 +62,7 @@ def is_launched_as_it_is(shape: CacheShape, read: CacheTensors, tensors: Decoded
         or type(lengths) is not Tensor
         or any(x is not None and x.requires_grad for x in tensors)
         or (table is not None and table.stride(1) != 1)
-        or any(x is None or x.stride(1) != 1 for x in descales)
+        or any(x is None or (x.dim() == 2 and x.stride(1) != 1) for x in descales)
     ):
         return False
     addressed = (q.unsqueeze(0) if shape.is_packed_q else q), k_cache, v_cache

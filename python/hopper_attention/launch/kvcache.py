@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.append.config import BY_PAGE, BY_TOKEN
 from hopper_attention.backends import KERNELS, target_of
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.kvcache_rotation import rotate_keys, rotate_queries_alike
 from hopper_attention.kvcache_rules import choose_path
-from hopper_attention.kvcache_scales import BY_PAGE, BY_TOKEN
 from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
 from hopper_attention.launch.decode import find_decode, is_aligned, table_of
