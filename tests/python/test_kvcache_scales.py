@@ -38,11 +38,15 @@ def build(case: CacheCase, kind: str, dtype: torch.dtype = torch.bfloat16, **giv
     return call
 
 
-def check(case: CacheCase, kind: str, dtype: torch.dtype = torch.bfloat16, **given: Any) -> dict[str, Any]:
-    """Run a case and compare everything; the call after it."""
-    call = build(case, kind, dtype, **given)
-    before = {name: call[name].clone() for name in ("k_cache", "v_cache", "k_descale", "v_descale")}
-    out, lse = flash_attn_with_kvcache(**call, return_softmax_lse=True)
+def check(
+    case: CacheCase, kind: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **given: Any
+) -> dict[str, Any]:
+    """Run a case on a device and compare everything; the call after it, on the CPU."""
+    before = build(case, kind, dtype, **given)
+    call = {name: x.to(device, copy=True) if isinstance(x, Tensor) else x for name, x in before.items()}
+    results = flash_attn_with_kvcache(**call, return_softmax_lse=True)
+    call = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in call.items()}
+    out, lse = (x.cpu() for x in results)
     check_new_tokens(case, kind, call, before)
     exact, exact_lse = case.expected(call)
     assert (out.double() - exact).abs().max() <= 1.6e-2 * max(1.0, exact.abs().max())
@@ -61,7 +65,7 @@ def check_new_tokens(case: CacheCase, kind: str, call: dict[str, Any], before: d
             for x, name in ((case.new_key(call, b, i), "k"), (v, "v")):
                 scale = call[f"{name}_descale"][page, row if kind == BY_TOKEN else 0].double()
                 if kind == BY_TOKEN:
-                    assert ((scale - x.abs().amax(-1) / LARGEST).abs() <= 1e-6 * scale).all()
+                    assert ((scale - x.abs().amax(-1) / LARGEST).abs() <= 4e-6 * scale).all()
                     before[f"{name}_descale"][page, row] = scale
                 stored = call[f"{name}_cache"][page, row].double() * scale[:, None]
                 exact = x.clamp(-LARGEST * scale[:, None], LARGEST * scale[:, None])
