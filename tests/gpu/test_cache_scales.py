@@ -49,20 +49,19 @@ def draw_scales(keys: Keys, kind: str) -> tuple[list[Tensor], list[list[Tensor]]
 
 @pytest.mark.parametrize("kind", [BY_TOKEN, BY_PAGE])
 @pytest.mark.parametrize(
-    ("dims", "heads", "queries", "of_queries", "page_size"),
+    ("dims", "heads", "queries", "of_queries", "page_size", "mask"),
     [
-        ((128, 128), (8, 2), 1, torch.bfloat16, 64),
-        ((128, 128), (2, 2), 1, torch.bfloat16, 16),
-        ((64, 64), (8, 1), 1, torch.bfloat16, 64),
-        ((96, 64), (16, 2), 2, FP8, 24),
-        ((192, 128), (4, 1), 4, torch.bfloat16, 256),
-        ((256, 256), (8, 2), 3, torch.bfloat16, 8),
-        ((128, 128), (32, 1), 1, torch.bfloat16, 64),
-        ((128, 128), (8, 2), 1, torch.float16, 64),
+        ((128, 128), (8, 2), 1, torch.bfloat16, 64, "causal"),
+        ((128, 128), (2, 2), 1, torch.bfloat16, 16, "window"),
+        ((64, 64), (8, 1), 1, torch.bfloat16, 64, "causal"),
+        ((96, 64), (16, 2), 2, FP8, 24, "window"),
+        ((192, 128), (4, 1), 4, torch.bfloat16, 256, "causal"),
+        ((256, 256), (8, 2), 3, torch.bfloat16, 8, "causal"),
+        ((128, 128), (32, 1), 1, torch.bfloat16, 64, "causal"),
+        ((128, 128), (8, 2), 1, torch.float16, 64, "window"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("mask", ["causal", "window"])
 def test_decoding(
     dims: tuple[int, int],
     heads: tuple[int, int],
@@ -120,8 +119,7 @@ APPENDED: dict[str, CacheCase] = {
 
 
 @pytest.mark.parametrize("name", APPENDED)
-@pytest.mark.parametrize("kind", [BY_TOKEN, BY_PAGE])
-@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize(("kind", "hadamard"), [(BY_TOKEN, False), (BY_TOKEN, True), (BY_PAGE, True)])
 def test_new_tokens(name: str, kind: str, hadamard: bool) -> None:
     """What is written, its scales, and attention to it, in one call."""
     check(APPENDED[name], kind, device="cuda", causal=True, hadamard=hadamard)
