@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.append.config import VECTOR, AppendConfig
+from cute_kernels.append.config import BY_SEQUENCE, VECTOR, AppendConfig
 from cute_kernels.append.kernel import AppendKernel
 from cute_kernels.arguments import compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
@@ -21,10 +21,11 @@ def compile_append(config: AppendConfig, options: str = ""):
     batch_idx[b], or b if that is (0,): row position % page_size of page page_table[entry, position // page_size].
     new_lengths (b,) is written. All lengths and tables are int32.
 
-    K and V are divided by descales, float32 (b, hk). cos and sin are (positions, rotary_dim / 2); the first new token
-    of a sequence has position first_positions[b], or cache_seqlens[b] where that is (0,). q (b, sq, h, d), or (1,
-    total_q, h, d) with cu_seqlens_q (b + 1,) and not (0,), is rotated into ``rotated``: its first query has that
-    position too, the others are ``query_step`` apart; rows of no sequence become zeros.
+    K and V are divided by descales, float32 (b, hk); with scales by page or token these are (pages, page_size, hk), and
+    those by token are written. cos and sin are (positions, rotary_dim / 2); the first new token of a sequence has
+    position first_positions[b], or cache_seqlens[b] where that is (0,). q (b, sq, h, d), or (1, total_q, h, d) with
+    cu_seqlens_q (b + 1,) and not (0,), is rotated into ``rotated``: its first query has that position too, the others
+    are ``query_step`` apart; rows of no sequence become zeros.
 
     What it does not check, and its callers must: batch and heads of the tensors agree, columns of Q and K are at least
     rotary_dim, that is a multiple of ROTARY_STEP, pages x page_size and numbers of rows fit 31 bits, the tables have a
@@ -44,16 +45,20 @@ def compile_append(config: AppendConfig, options: str = ""):
         *(words(cute.sym_int()) for _ in range(3)),
         strided(Int32, (cute.sym_int(), cute.sym_int()), 1),
         words(cute.sym_int()),
-        *((_descales(), _descales()) if c.is_scaled else (None, None)),
+        *(
+            (_descales((*pages, hk) if c.scales != BY_SEQUENCE else None) if c.is_scaled else None)
+            for _ in range(2)
+        ),
         *(_rotary(c) if c.rotates else (None,) * 3),
         *(_queries(c, d) if c.rotates else (None,) * 4),
         options=options,
     )
 
 
-def _descales():
-    """float32 (b, hk) of any strides."""
-    shape, strides = (tuple(cute.sym_int(width) for _ in range(2)) for width in (32, 64))
+def _descales(of_rows: tuple | None):
+    """float32 (b, hk), or of that shape, of any strides."""
+    shape = of_rows or tuple(cute.sym_int() for _ in range(2))
+    strides = tuple(cute.sym_int(64) for _ in shape)
     return make_fake_tensor(Float32, shape, strides, assumed_align=4)
 
 

@@ -7,6 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.append.config import (
+    BY_PAGE,
+    BY_TOKEN,
     INTERLEAVED,
     THREADS,
     VECTOR,
@@ -14,6 +16,7 @@ from cute_kernels.append.config import (
     validate_append_config,
 )
 from cute_kernels.append.rotary import Rotary, load, widen
+from cute_kernels.append.spread import lanes_of, multiply_by_hadamard, scale_of
 from cute_kernels.integers import ceil_div, divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 
@@ -165,10 +168,11 @@ class AppendKernel:
         stream,
     ):
         """Launch, with what ``compile_append`` describes."""
-        parts = self._parts(mK), self._parts(mV), Int32(0)
+        c = self.config
+        parts = self._parts(mK, c.spreads_keys), self._parts(mV, c.spreads_values), Int32(0)
         rows = mK.shape[0] * mK.shape[1]
         if const_expr(self.config.rotates):
-            parts = *parts[:2], self._parts(mQ)
+            parts = *parts[:2], self._parts(mQ, c.hadamard)
             rows = maximum(rows, mQ.shape[0] * mQ.shape[1])
         self.kernel(
             (mK, mV),
@@ -187,9 +191,12 @@ class AppendKernel:
         )
 
     @staticmethod
-    def _parts(rows: cute.Tensor) -> Int32:
+    def _parts(rows: cute.Tensor, spreads: bool) -> Int32:
         """CTAs for a token."""
-        return ceil_div(rows.shape[2] * (rows.shape[3] // VECTOR), THREADS)
+        chunks = rows.shape[3] // VECTOR
+        if const_expr(spreads):
+            chunks = lanes_of(chunks)
+        return ceil_div(rows.shape[2] * chunks, THREADS)
 
     @cute.kernel
     def kernel(
@@ -218,13 +225,28 @@ class AppendKernel:
                 self._write_length(mNewLengths, keys, places, row - rows)
         elif part < parts[0]:
             scales = descales[:1]
-            self._append(keys, caches[0], places, scales, (turns, rotary[2:]), row, part)
+            if const_expr(self.config.spreads_keys):
+                self._append_spread(
+                    keys, caches[0], places, scales, (turns, rotary[2:]), row, part, self.config.hadamard
+                )
+            else:
+                self._append(keys, caches[0], places, scales, (turns, rotary[2:]), row, part)
         elif part < parts[0] + parts[1]:
-            self._append(values, caches[1], places, descales[1:], ((), ()), row, part - parts[0])
+            if const_expr(self.config.spreads_values):
+                self._append_spread(
+                    values, caches[1], places, descales[1:], ((), ()), row, part - parts[0], False
+                )
+            else:
+                self._append(values, caches[1], places, descales[1:], ((), ()), row, part - parts[0])
         elif const_expr(self.config.rotates):
             asked = Tokens(queries[0], queries[2], batch)
             part_of_q = part - parts[0] - parts[1]
-            self._rotate(asked, queries[1], queries[3], places, (turns[0], rotary[2]), row, part_of_q)
+            if const_expr(self.config.hadamard):
+                self._rotate_spread(
+                    asked, queries[1], queries[3], places, (turns[0], rotary[2]), row, part_of_q
+                )
+            else:
+                self._rotate(asked, queries[1], queries[3], places, (turns[0], rotary[2]), row, part_of_q)
 
     @cute.jit
     def _write_length(self, mNewLengths: cute.Tensor, keys: Tokens, places: Places, number: Int32):
@@ -256,7 +278,7 @@ class AppendKernel:
             if const_expr(len(turns) > 0):
                 other = (load(source, turns[0].partner(chunk), VECTOR),)
             scale = Float32(1.0)
-            if const_expr(self.config.is_scaled):
+            if const_expr(self.config.is_scaled and self.config.scales != BY_PAGE):
                 scale = descale[0][sequence, head]
             start = places.cache_seqlens[sequence]
             cache_entry = places.entry(sequence)
@@ -273,7 +295,89 @@ class AppendKernel:
                     values = widen(own)
                     if const_expr(len(turns) > 0):
                         turns[0].turn(values, widen(other[0]), angles, chunk)
+                    if const_expr(self.config.scales == BY_PAGE):
+                        scale = descale[0][page, slot, head]
                     store(values, scale if const_expr(self.config.is_scaled) else None, target)
+
+    @cute.jit
+    def _append_spread(
+        self,
+        tokens: Tokens,
+        cache: cute.Tensor,
+        places: Places,
+        descale: tuple,
+        rotary: tuple,
+        row: Int32,
+        part: Int32,
+        mixes: cutlass.Constexpr[bool],
+    ):
+        """``_append`` where the lanes that have a row need each other: for its largest number, whose scale is written,
+        or with ``mixes`` for a Hadamard matrix."""
+        turns, first_positions = rotary
+        sequence, number = tokens.find(row)
+        # The same for all lanes of a warp.
+        if sequence < tokens.batch:
+            head, chunk, chunks, lanes = self._spread_chunk(tokens.rows, part)
+            is_there = head < tokens.rows.shape[2] and chunk < chunks
+            start = places.cache_seqlens[sequence]
+            values = cute.make_rmem_tensor(VECTOR, Float32)
+            values.fill(0.0)
+            if is_there:
+                entry, index = tokens.place(row, sequence, number)
+                source = tokens.rows[entry, index, head, None]
+                values.store(load(source, chunk, VECTOR).load().to(Float32))
+                if const_expr(len(turns) > 0):
+                    other = load(source, turns[0].partner(chunk), VECTOR)
+                    first = self._first_position(first_positions[0], start, sequence)
+                    turns[0].turn(values, widen(other), turns[0].angles(first + number, chunk), chunk)
+            if const_expr(mixes):
+                multiply_by_hadamard(values, chunk, chunks)
+            scale = Float32(1.0)
+            if const_expr(self.config.scales == BY_TOKEN):
+                scale = scale_of(values, lanes)
+            page, slot = places.find(places.entry(sequence), start + number)
+            if is_there and page >= 0:
+                if const_expr(self.config.scales == BY_TOKEN):
+                    if chunk == 0:
+                        descale[0][page, slot, head] = scale
+                    # Nothing but zeros has no largest number.
+                    scale = Float32(1.0) if scale == Float32(0.0) else scale
+                elif const_expr(self.config.scales == BY_PAGE):
+                    scale = descale[0][page, slot, head]
+                elif const_expr(self.config.is_scaled):
+                    scale = descale[0][sequence, head]
+                target = cute.local_tile(cache[page, slot, head, None], (VECTOR,), (chunk,))
+                store(values, scale if const_expr(self.config.is_scaled) else None, target)
+
+    @cute.jit
+    def _rotate_spread(
+        self,
+        asked: Tokens,
+        mRotated: cute.Tensor,
+        step: Int32,
+        places: Places,
+        rotary: tuple,
+        row: Int32,
+        part: Int32,
+    ):
+        """``_rotate``, and a Hadamard matrix behind it."""
+        turn, first_positions = rotary
+        sequence, number = asked.find(row)
+        if row < asked.count():
+            head, chunk, chunks, _ = self._spread_chunk(asked.rows, part)
+            entry, index = asked.place(row, sequence, number)
+            is_there = head < asked.rows.shape[2] and chunk < chunks
+            values = cute.make_rmem_tensor(VECTOR, Float32)
+            values.fill(0.0)
+            if is_there and sequence < asked.batch:
+                source = asked.rows[entry, index, head, None]
+                own, other = load(source, chunk, VECTOR), load(source, turn.partner(chunk), VECTOR)
+                first = self._first_position(first_positions, places.cache_seqlens[sequence], sequence)
+                values.store(own.load().to(Float32))
+                turn.turn(values, widen(other), turn.angles(first + number * step, chunk), chunk)
+            multiply_by_hadamard(values, chunk, chunks)
+            if is_there:
+                store(values, None, cute.local_tile(mRotated[entry, index, head, None], (VECTOR,), (chunk,)))
 
     @cute.jit
     def _rotate(
@@ -312,6 +416,15 @@ class AppendKernel:
         number = part * THREADS + cute.arch.thread_idx()[0]
         head = divide(number, chunks)
         return head, number - head * chunks
+
+    @staticmethod
+    def _spread_chunk(rows: cute.Tensor, part: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """(head, chunk of it, chunks that there are, lanes for them) of this thread."""
+        chunks = rows.shape[3] // VECTOR
+        lanes = lanes_of(chunks)
+        number = part * THREADS + cute.arch.thread_idx()[0]
+        head = divide(number, lanes)
+        return head, number - head * lanes, chunks, lanes
 
     @staticmethod
     @cute.jit

@@ -2,6 +2,7 @@
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, strided
 from cute_kernels.dtypes import DSL_DTYPES
@@ -18,7 +19,8 @@ def compile_decode(config: DecodeConfig, options: str = ""):
     softmax_scale, max_splits, window_left, window_right, attention_chunk, softcap, sinks,
     q_descale, k_descale, v_descale, num_ctas)``, as
     ``DecodeKernel`` has them, that launches on torch's current stream. Strides of q, k, v and out are multiples of 8
-    elements and the last one is 1; parts float32 (2 num_ctas, part_floats).
+    elements and the last one is 1; parts float32 (2 num_ctas, part_floats). With ``row_scales`` k_descale and v_descale
+    are (pages, page_size, kv_heads) of any strides, 0 among them.
     """
     c = config
     dtype = DSL_DTYPES[c.dtype]
@@ -29,10 +31,10 @@ def compile_decode(config: DecodeConfig, options: str = ""):
     of_cache = DSL_DTYPES[c.cache_dtype or c.dtype]
     vector = 16 * 8 // of_cache.width
     caches = (strided(of_cache, (pages, page_size, hk, columns), vector) for columns in (d, dv))
-    descales = (
-        strided(Float32, (b, hk), 1) if is_there else None
-        for is_there in (c.e4m3_queries, c.cache_dtype, c.cache_dtype)
-    )
+    q_descale = strided(Float32, (b, hk), 1) if c.e4m3_queries else None
+    descales = (strided(Float32, (b, hk), 1) if c.cache_dtype else None for _ in range(2))
+    if c.row_scales:
+        descales = (_of_rows((pages, page_size, hk)) for _ in range(2))
     lse = (h, sq) if is_packed else (b, h, sq)
     return compile_for_torch(
         DecodeKernel(c),
@@ -42,7 +44,14 @@ def compile_decode(config: DecodeConfig, options: str = ""):
         strided(Float32, lse, 1),
         *cache_arguments(c, b),
         *score_arguments(c),
+        q_descale,
         *descales,
         Int32(0),
         options=options,
     )
+
+
+def _of_rows(shape: tuple):
+    """float32 of any strides."""
+    strides = tuple(cute.sym_int(64) for _ in shape)
+    return make_fake_tensor(Float32, shape, strides, assumed_align=4)

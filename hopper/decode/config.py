@@ -24,6 +24,9 @@ BOX_COLUMNS = 64
 ROWS_PER_GROUP = 4
 """Query rows that four lanes have of 8 columns of an accumulator, where each is split into two columns."""
 
+P_SCALE = 256.0
+"""P, of 1 at most, as it is split; e4m3 goes to 448."""
+
 SWAPPED_TILE_M = (4, 8, 16)
 """Rows of a tile where these are the columns of a WGMMA."""
 
@@ -53,8 +56,9 @@ class DecodeConfig:
     cache of ``cache_dtype`` e4m3 is multiplied as it is where tiles have few rows: these are columns of a WGMMA then,
     two each (``SwappedConsumer``). Else it comes to ``raw_stages`` stages of its own, and two warpgroups widen it to
     float16, which holds every e4m3 number as it is. An empty ``cache_dtype`` is ``dtype``. With ``e4m3_queries`` Q is
-    of e4m3 too, and ``dtype`` that of O. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in
-    ``ForwardConfig``.
+    of e4m3 too, and ``dtype`` that of O. With ``row_scales`` each key of such a cache has a scale of its own, and each
+    value; else a sequence has one for each K/V head. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are
+    as in ``ForwardConfig``.
     """
 
     dtype: str
@@ -76,6 +80,7 @@ class DecodeConfig:
     cache_dtype: str = ""
     raw_stages: int = 0
     e4m3_queries: bool = False
+    row_scales: bool = False
 
     @property
     def is_swapped(self) -> bool:
@@ -128,10 +133,11 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """K and V of each stage, as they come and as they are multiplied, the barriers, and what a swapped kernel has
-        of Q and P."""
+        """K and V of each stage, as they come and as they are multiplied, and their scales, the barriers, and what a
+        swapped kernel has of Q and P."""
         columns = self.tile_n * (self.head_dim + self.head_dim_v)
         others = swapped_bytes(self.tile_m, self.head_dim, self.tile_n) if self.is_swapped else 0
+        others += self.stages * scale_bytes(self.tile_n) if self.row_scales else 0
         return columns * (self.stages * self.element_bytes + self.raw_stages) + BARRIER_BYTES + others
 
     @property
@@ -152,6 +158,7 @@ class DecodeConfig:
         parts += ["splits"] if self.limits_splits else []
         parts += [f"e4m3cache{self.raw_stages}"] if self.cache_dtype else []
         parts += ["e4m3queries"] if self.e4m3_queries else []
+        parts += ["rowscales"] if self.row_scales else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
         return "_".join(parts)
@@ -184,6 +191,8 @@ def validate_decode_config(config: DecodeConfig) -> None:
         )
     if c.e4m3_queries and not c.is_swapped:
         raise ValueError(f"e4m3_queries is True with tile_m {c.tile_m}, allowed: False")
+    if c.row_scales and not c.is_swapped:
+        raise ValueError(f"row_scales is True with tile_m {c.tile_m}, allowed: False")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.smem_bytes > SMEM_BYTES:
@@ -211,6 +220,16 @@ TILE_M = {"": (32, 64), E4M3: (*SWAPPED_TILE_M, 32, 64)}
 def swapped_bytes(tile_m: int, head_dim: int, tile_n: int) -> int:
     """Shared memory for both terms of Q and P, and for a number of each row from each of four warps."""
     return 2 * tile_m * (head_dim + tile_n) + 4 * 4 * tile_m
+
+
+def scale_words(tile_n: int) -> int:
+    """float32 of the scales of a block of K, or of V: one for each key, and one for all behind them, in 16 bytes."""
+    return tile_n + 4
+
+
+def scale_bytes(tile_n: int) -> int:
+    """Shared memory for the scales of a stage of K and of V."""
+    return 2 * 4 * scale_words(tile_n)
 
 
 def tile_m_of(dtype: str, rows: int, cache_dtype: str = "") -> int:
@@ -266,7 +285,8 @@ def select_decode_config(
     room = SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES
     stages = room // (2 * columns)
     if tile_m in SWAPPED_TILE_M:
-        stages = (room - swapped_bytes(tile_m, d, tile_n)) // columns
+        of_stage = columns + (scale_bytes(tile_n) if others.get("row_scales") else 0)
+        stages = (room - swapped_bytes(tile_m, d, tile_n)) // of_stage
     elif cache_dtype:
         stages = WIDE_STAGES
         raw_stages = (room - 2 * stages * columns) // columns

@@ -19,12 +19,14 @@ from hopper.decode.config import (
     PRODUCER_WARPS,
     REGISTERS_WIDENED,
     DecodeConfig,
+    scale_words,
     validate_decode_config,
 )
 from hopper.decode.consumer import Consumer
 from hopper.decode.operands import CacheLists, Keys, Outputs, RawKeys, Work
 from hopper.decode.producer import Producer
 from hopper.decode.results import PartialResults, Results
+from hopper.decode.row_scales import RowScales
 from hopper.decode.rows import TileRows
 from hopper.decode.softmax import RowSoftmax
 from hopper.decode.swapped_consumer import SwappedConsumer
@@ -101,8 +103,8 @@ class DecodeKernel:
         mQ and mO are (batch, seqlen_q, heads, columns), or packed (total_q, heads, columns) with cu_seqlens_q, mLSE
         (batch, heads, seqlen_q) or (heads, total_q). mK and mV are (pages, page_size, kv_heads, columns); ``lengths``
         and ``leftpad`` are described at ``CacheBatch``, ``table`` at ``Producer``, ``parts`` at ``PartialResults``.
-        Descales are float32 (batch, kv_heads), for a cache of e4m3 and for such queries. What the config has no use for
-        is None.
+        Descales are float32 (batch, kv_heads), for a cache of e4m3 and for such queries; with ``row_scales`` those of K
+        and V (pages, page_size, kv_heads). What the config has no use for is None.
         """
         c = self.config
         caps = (softcap,) if const_expr(c.softcap) else ()
@@ -122,13 +124,26 @@ class DecodeKernel:
         lists = CacheLists.of(c, mK, given, (window_left, window_right, attention_chunk))
         tables = (table,) if const_expr(c.paged) else ()
         of_sinks = (sinks,) if const_expr(c.sinks) else ()
-        score_factors, v_factors = ((k_descale,), (v_descale,)) if const_expr(c.cache_dtype) else ((), ())
+        score_factors, v_factors, row_scales = (), (), ()
+        if const_expr(c.row_scales):
+            row_scales = k_descale, v_descale
+        elif const_expr(c.cache_dtype):
+            score_factors, v_factors = (k_descale,), (v_descale,)
         if const_expr(c.e4m3_queries):
-            score_factors = q_descale, k_descale
+            score_factors = q_descale, *score_factors
         outputs = Outputs(mO, mLSE, of_sinks, v_factors, parts)
         scale_log2, factors = scale_in_base_2(softmax_scale, caps), tuple(softmax_scale / cap for cap in caps)
         self.kernel(
-            tuple(atoms), tuple(caches), mQ, tables, lists, outputs, scale_log2, factors, score_factors
+            tuple(atoms),
+            tuple(caches),
+            mQ,
+            tables,
+            lists,
+            outputs,
+            scale_log2,
+            factors,
+            score_factors,
+            row_scales,
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -162,6 +177,7 @@ class DecodeKernel:
         scale_log2: Float32,
         cap_factors: tuple,
         score_factors: tuple,
+        row_scales: tuple,
     ):
         """A CTA for each piece of the row of blocks."""
         c = self.config
@@ -170,7 +186,7 @@ class DecodeKernel:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
-        wide, raw = self._keys(storage, atoms, caches)
+        wide, raw = self._keys(storage, atoms, caches, row_scales)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -269,17 +285,18 @@ class DecodeKernel:
             start += blocks.count
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
-    def _keys(self, storage, atoms: tuple, caches: tuple) -> tuple[tuple, tuple]:
+    def _keys(self, storage, atoms: tuple, caches: tuple, row_scales: tuple) -> tuple[tuple, tuple]:
         """K and V as they are multiplied, and as they come."""
         c = self.config
         wide, raw = [], []
+        scales = self._row_scales(storage, row_scales) or ((), ())
         memory = (
             (storage.sK, storage.barriers_k, storage.sKraw, storage.barriers_k_raw, c.head_dim),
             (storage.sV, storage.barriers_v, storage.sVraw, storage.barriers_v_raw, c.head_dim_v),
         )
         warps = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP)
-        for atom, cache, (smem, barriers, raw_smem, raw_barriers, columns) in zip(
-            atoms, caches, memory, strict=True
+        for atom, cache, of_rows, (smem, barriers, raw_smem, raw_barriers, columns) in zip(
+            atoms, caches, scales, memory, strict=True
         ):
             layout = swizzled_layout(c.tile_n, columns, c.stages, self.dtype)
             stages = smem.get_tensor(layout.outer, swizzle=layout.inner)
@@ -292,13 +309,14 @@ class DecodeKernel:
                 raw_stages = raw_smem.get_tensor(raw_layout)
             pipe = PipelineTmaAsync.create(
                 num_stages=c.raw_stages or c.stages,
-                producer_group=CooperativeGroup(Agent.Thread),
+                # TMA, and who brings the scales.
+                producer_group=CooperativeGroup(Agent.Thread, 2 if c.row_scales else 1),
                 consumer_group=warps,
                 tx_count=c.tile_n * columns * raw_stages.element_type.width // 8,
                 barrier_storage=raw_barriers.data_ptr(),
                 defer_sync=True,
             )
-            raw.append(RawKeys(atom, cache, raw_stages, pipe, c.box_columns(columns)))
+            raw.append(RawKeys(atom, cache, raw_stages, pipe, c.box_columns(columns), of_rows))
             if const_expr(c.is_widened):
                 pipe = PipelineAsync.create(
                     num_stages=c.stages,
@@ -307,13 +325,24 @@ class DecodeKernel:
                     barrier_storage=barriers.data_ptr(),
                     defer_sync=True,
                 )
-            wide.append(Keys(stages, pipe, c.is_widened))
+            wide.append(Keys(stages, pipe, c.is_widened, tuple(x.smem for x in of_rows)))
         return tuple(wide), tuple(raw)
+
+    def _row_scales(self, storage, tensors: tuple) -> tuple:
+        """Of K and of V, in a tuple each."""
+        c, found = self.config, []
+        for number, tensor in enumerate(tensors):
+            smem = (storage.sKscales, storage.sVscales)[number].get_tensor(
+                cute.make_layout((scale_words(c.tile_n), c.stages))
+            )
+            held = cute.make_rmem_tensor(c.tile_n // LANES, Float32)
+            found.append((RowScales(c, tensor, smem, held, number == 1),))
+        return tuple(found)
 
     def _shared_storage(self) -> type:
         c = self.config
         columns_k, columns_v = c.tile_n * c.head_dim, c.tile_n * c.head_dim_v
-        swapped = int(c.is_swapped)
+        swapped, scaled = int(c.is_swapped), int(c.row_scales) * c.stages * scale_words(c.tile_n)
 
         @cute.struct
         class SharedStorage:
@@ -330,6 +359,8 @@ class DecodeKernel:
             ]
             sP: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.tile_n], 1024]
             exchange: cute.struct.MemRange[Float32, swapped * WARPS_PER_WARPGROUP * c.tile_m]
+            sKscales: cute.struct.MemRange[Float32, scaled]
+            sVscales: cute.struct.MemRange[Float32, scaled]
 
         return SharedStorage
 

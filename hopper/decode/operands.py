@@ -21,11 +21,13 @@ from hopper.decode.schedule import Pieces, TileParts
 @dataclass(frozen=True)
 class Keys(LoopInvariant):
     """K or V as it is multiplied: its stages in shared memory, row-major (tile_n, head_dim, stages), and the pipeline
-    that says when they are full. ``is_widened``: warps fill them, and not TMA."""
+    that says when they are full. ``is_widened``: warps fill them, and not TMA. ``scales`` is empty, or has those of the
+    stages, (scale_words, stages), as ``RowScales`` leaves them."""
 
     smem: cute.Tensor
     pipe: Any
     is_widened: bool
+    scales: tuple[cute.Tensor, ...] = ()
 
     @cute.jit
     def release(self, state: PipelineState, lane: Int32):
@@ -72,13 +74,15 @@ def sync_consumers():
 @dataclass(frozen=True)
 class RawKeys(LoopInvariant):
     """K or V as it comes: the TMA atom of a box, the cache as TMA sees it, (page_size, head_dim, kv_heads, pages), the
-    stages that TMA fills, (tile_n, head_dim, stages), in boxes of ``box_columns`` columns, and their pipeline."""
+    stages that TMA fills, (tile_n, head_dim, stages), in boxes of ``box_columns`` columns, and their pipeline.
+    ``scales`` is empty, or has the ``RowScales`` of their keys."""
 
     atom: cute.CopyAtom
     cache: cute.Tensor
     smem: cute.Tensor
     pipe: PipelineTmaAsync
     box_columns: int
+    scales: tuple = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cute_kernels.fragments import COLUMNS_PER_GROUP, LANES_PER_ROW
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.window import Window
 from hopper.config import WARPGROUP_ROWS
-from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
+from hopper.decode.config import P_SCALE, ROWS_PER_GROUP, DecodeConfig
 from hopper.decode.masks import SwappedMask
 from hopper.decode.operands import Keys, clear_rows, sync_consumers
 from hopper.decode.rows import SwappedRows, TileRows
@@ -25,14 +25,14 @@ LANES = 32
 KEYS_PER_STEP = 32
 """Of one WGMMA of e4m3."""
 
+KEYS_PER_THREAD = 32
+"""A thread has one of so many keys of an accumulator of S^T, the others being other lanes' and warps'."""
+
 TERM_SCALE = 16.0
 """A second term is this much finer than the first: e4m3 has 4 bits."""
 
 PRODUCTS = {4: 16, 8: 16, 16: 1}
 """Products of K Q^T that there are registers for, by the rows of a tile; half as many with 256 columns."""
-
-P_SCALE = 256.0
-"""P, of 1 at most, as it is split; e4m3 goes to 448."""
 
 Q_EXPONENT = 7
 """Of the largest element of a row of Q as it is split."""
@@ -73,6 +73,8 @@ class SwappedConsumer(LoopInvariant):
 
     Scores are added up in float32 from a product for each 32 columns, as ``SplitScoresConsumer`` has it, and O from a
     product for each key block, since WGMMA cuts sums of e4m3 at 2^-13 of the largest term.
+
+    Scales of single keys multiply their scores, before any is masked, and those of single values P before it is split.
     """
 
     def __init__(self, config: DecodeConfig, k: Keys, v: Keys, memory: tuple, thread: Int32):
@@ -97,6 +99,8 @@ class SwappedConsumer(LoopInvariant):
         self.weights = SwizzledBytes(sP, c.split_rows, c.tile_n)
         self.pairs = c.head_dim_v // WARPGROUP_ROWS
         self.o = cute.make_rmem_tensor((2, self.pairs, c.rows_per_thread), Float32)
+        self.weight_factors = cute.make_rmem_tensor(c.tile_n // KEYS_PER_THREAD, Float32)
+        self.product_factor = cute.make_rmem_tensor(1, Float32)
 
     def _layout(self, columns: int) -> cute.ComposedLayout:
         """Of both terms of all rows."""
@@ -212,7 +216,23 @@ class SwappedConsumer(LoopInvariant):
             self._issue_scores(products, state, first)
             warpgroup.wait_group(0)
             self._add_scores(products, scores)
+        self._scale_scores(scores, state)
         self.k.release(state, self.lane)
+
+    def _key(self, n: int) -> Int32:
+        """Of score ``n`` of a thread, in its block."""
+        first = self.warp * (2 * COLUMNS_PER_GROUP) + self.lane // LANES_PER_ROW
+        return first + n // 2 * WARPGROUP_ROWS + n % 2 * COLUMNS_PER_GROUP
+
+    @cute.jit
+    def _scale_scores(self, scores: cute.Tensor, state: PipelineState):
+        """Multiply scores by the scales of their keys, if these have some."""
+        for scales in self.k.scales:
+            for n in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+                scale = scales[self._key(n), state.index]
+                for r in cutlass.range_constexpr(self.config.rows_per_thread):
+                    scores[n, r] = scores[n, r] * scale
+            cute.arch.sync_warp()
 
     def _add_scores(self, products: tuple, scores: cute.Tensor):
         for r in range(self.config.rows_per_thread):
@@ -249,7 +269,10 @@ class SwappedConsumer(LoopInvariant):
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
             for m in cutlass.range_constexpr(cute.size(scores, mode=[0]) // 2):
                 low, high = scores[2 * m, r], scores[2 * m + 1, r]
-                terms = split_e4m3(low * Float32(P_SCALE), high * Float32(P_SCALE), TERM_SCALE)
+                factors = Float32(P_SCALE), Float32(P_SCALE)
+                if const_expr(self.config.row_scales):
+                    factors = self.weight_factors[2 * m], self.weight_factors[2 * m + 1]
+                terms = split_e4m3(low * factors[0], high * factors[1], TERM_SCALE)
                 position = KEYS_PER_STEP * (2 * m + warp // 2) + place
                 for term, word in enumerate(terms):
                     line = COLUMNS_PER_GROUP * r + 2 * (lane % LANES_PER_ROW) + term
@@ -286,8 +309,17 @@ class SwappedConsumer(LoopInvariant):
                     for odd, selector in enumerate((0x6420, 0x7531)):
                         word = permute_bytes(loaded[2 * half], loaded[2 * half + 1], selector)
                         words[odd + 2 * half + 4 * (m + self.pairs * step)] = word
+        self._load_factors(state)
         cute.arch.sync_warp()
         self.v.release(state, self.lane)
+
+    @cute.jit
+    def _load_factors(self, state: PipelineState):
+        """What ``RowScales`` left of the scales of V, if there are some: of P, and of the product of the block."""
+        for scales in self.v.scales:
+            for n in cutlass.range_constexpr(cute.size(self.weight_factors)):
+                self.weight_factors[n] = scales[self._key(n), state.index]
+            self.product_factor[0] = scales[self.config.tile_n, state.index]
 
     @cute.jit
     def _add_product(self):
@@ -297,6 +329,8 @@ class SwappedConsumer(LoopInvariant):
                 for e in cutlass.range_constexpr(2):
                     terms = self._terms(self.acc)
                     product = terms[1, e, r, j] * Float32(1 / TERM_SCALE) + terms[0, e, r, j]
+                    if const_expr(self.config.row_scales):
+                        product = product * self.product_factor[0]
                     self.o[e, j, r] = self.o[e, j, r] * self.softmax.row_scale[r] + product
 
 

@@ -45,11 +45,17 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return "there is a qv"
     if shape.is_fp8_cache and call.scores.has_softcap:
         return "there is a softcap, and the cache is of e4m3"
+    rows = shape.rows_a_kv_head
+    if shape.has_scales_of_rows and not _is_swapped(call):
+        most = max(SWAPPED_TILE_M)
+        return (
+            f"scales are by {shape.scales}, which its kernel takes with up to {most} query rows of bfloat16 or e4m3 a "
+            f"K/V head, and there are {rows} of {shape.dtype}"
+        )
     widest = max(_tile_n(call))
     if max(shape.head_dim, shape.head_dim_v) > widest:
         of_e4m3 = " of a cache of e4m3" if shape.is_fp8_cache else ""
         return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v}{of_e4m3} is above {widest}"
-    rows = shape.rows_a_kv_head
     if rows > WARPGROUP_ROWS:
         return f"{rows} query rows share a K/V head, and its tiles have {WARPGROUP_ROWS}"
     return why_not_boxes(call, _box_rows(call))
@@ -84,6 +90,7 @@ def select_decode(call: CacheCall) -> DecodeConfig:
         **fields_of(call),
         cache_dtype=_cache_dtype(call),
         e4m3_queries=shape.dtype == FP8_DTYPE,
+        row_scales=shape.has_scales_of_rows,
     )
     assert config is not None
     return config
@@ -124,9 +131,13 @@ def _tile_n(call: CacheCall) -> dict[int, int]:
     shape = call.shape
     if not shape.is_fp8_cache:
         return TILE_N
+    return TILE_N_SWAPPED if _is_swapped(call) else TILE_N_WIDENED
+
+
+def _is_swapped(call: CacheCall) -> bool:
+    shape = call.shape
     dtype = str(shape.out_dtype).removeprefix("torch.")
-    is_swapped = tile_m_of(dtype, shape.rows_a_kv_head, _cache_dtype(call)) in SWAPPED_TILE_M
-    return TILE_N_SWAPPED if is_swapped else TILE_N_WIDENED
+    return tile_m_of(dtype, shape.rows_a_kv_head, _cache_dtype(call)) in SWAPPED_TILE_M
 
 
 def _cache_dtype(call: CacheCall) -> str:

@@ -55,6 +55,7 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = ...,
     alibi_slopes: Tensor | None = ...,
     out: Tensor | None = ...,
+    hadamard: bool | int = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -95,6 +96,7 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = ...,
     alibi_slopes: Tensor | None = ...,
     out: Tensor | None = ...,
+    hadamard: bool | int = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -135,6 +137,7 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = ...,
     alibi_slopes: Tensor | None = ...,
     out: Tensor | None = ...,
+    hadamard: bool | int = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -174,6 +177,7 @@ def flash_attn_with_kvcache(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     out: Tensor | None = None,
+    hadamard: bool | int = False,
     backend: str | None = None,
 ) -> Result:
     """Attention of new queries on keys and values in a cache, to which new ones are added first.
@@ -192,7 +196,7 @@ def flash_attn_with_kvcache(
         v_cache: likewise, of head_dim_v columns, at most 512.
         k, v: (batch, seqlen_new, kv_heads, head_dim or head_dim_v), or with ``cu_seqlens_k_new`` (total_new, ...): new
             tokens, written into the caches from row cache_seqlens[b] on. Of q's dtype or the cache's; 16-bit tokens go
-            into a cache of e4m3 divided by their descale.
+            into a cache of e4m3 divided by their descale; those of e4m3 as they are, their scales by token being yours.
         qv: a second query, as for ``flash_attn_func``, in the layout of q; 16 bits.
         rotary_cos, rotary_sin: (seqlen_rotary, rotary_dim / 2), a row for each position; float16, bfloat16, float32 or
             q's dtype; with new tokens only. rotary_dim is a multiple of 16, at most head_dim. New token i is rotated
@@ -210,7 +214,10 @@ def flash_attn_with_kvcache(
         cu_seqlens_k_new: int32 (batch + 1,): the same for k and v.
         rotary_seqlens: int32 (batch,): positions of rotary embedding begin here, not at cache_seqlens.
         q_descale, k_descale, v_descale: float32 (batch, kv_heads) factors of an e4m3 q and of e4m3 caches; ones by
-            default.
+            default. Those of the caches, both, may instead be by token: (num_pages, page_size, kv_heads), without pages
+            (batch_cache, seqlen_cache, kv_heads), a factor for each row and head, to which the call adds those of new
+            16-bit tokens, their largest number / 448; or by page: (num_pages, 1, kv_heads), or (batch_cache, 1,
+            kv_heads), which a call only reads: what is too large for the scale of a page becomes 448 of it.
         softmax_scale: factor of the scores, from 1e-37 to 1e5; head_dim**-0.5 by default, (head_dim + head_dim_v)**-0.5
             with ``qv``.
         causal, window_size, attention_chunk, softcap, sinks, alibi_slopes: as for ``flash_attn_func``; the last query
@@ -221,6 +228,9 @@ def flash_attn_with_kvcache(
         num_splits, pack_gqa, sm_margin: hints, which change no result.
         return_softmax_lse: also return the LSE.
         out: where the output goes; of its shape and dtype, the last stride 1.
+        hadamard: keys in the cache are rotated by fixed signs and a Hadamard matrix, which spreads outliers over
+            head_dim, so that fewer digits are lost in e4m3. New keys are, behind rotary embedding, and queries too, so
+            that no score changes. It is a property of a cache: the same in every call.
         backend: "hopper", "ampere", "torch", "reference", or None to have one chosen.
 
     Returns:
@@ -245,6 +255,7 @@ def flash_attn_with_kvcache(
         sm_margin,
         return_softmax_lse,
         backend,
+        hadamard,
     )
     decoded = None
     if (

@@ -55,7 +55,8 @@ def _key_of(tensors: Decoded, options: tuple[Any, ...]) -> tuple[Any, ...]:
 def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -> None:
     """Keep a call that was made, if ``decode_again`` can make others like it."""
     call, read, scores, _ = checked
-    if find_way(call).path != "decode":
+    # Queries that are to be rotated are not what the kernel gets.
+    if find_way(call).path != "decode" or call.hadamard:
         return
     key, schedule = _key_of(tensors, options), schedule_of(tensors[-1])
     sizes = tensors[0].shape, tensors[1].shape, key

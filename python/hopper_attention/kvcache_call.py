@@ -168,6 +168,7 @@ def make_call(
         backend=options.backend,
         sm_margin=checks.check_sm_margin(options.sm_margin),
         wants_lse=checks.check_flag("return_softmax_lse", options.return_softmax_lse),
+        hadamard=checks.check_flag("hadamard", options.hadamard),
     )
 
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.append.config import BY_SEQUENCE, BY_TOKEN
 from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, FULL_WINDOW, HALF_DTYPES, TensorSpec
+from hopper_attention.kvcache_scales import check_descales
 from hopper_attention.lengths import check_max_seqlen
 from hopper_attention.masks import MaskSpec
 from hopper_attention.qv import check_qv
@@ -74,6 +76,7 @@ class CacheOptions(NamedTuple):
     sm_margin: Any = 0
     return_softmax_lse: Any = False
     backend: Any = None
+    hadamard: Any = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class CacheShape:
         is_packed_q, is_packed_new: whether q, and k and v, are (total, heads, columns).
         has_new, has_lengths, has_batch_idx, has_leftpad, has_qv: whether k and v, cache_seqlens, cache_batch_idx,
             cache_leftpad and qv are given.
+        new_dtype: of k and v, or None.
+        scales: what shares a scale of a cache of e4m3, of ``kvcache_scales``.
     """
 
     dtype: torch.dtype
@@ -123,6 +128,8 @@ class CacheShape:
     has_batch_idx: bool
     has_leftpad: bool
     has_qv: bool
+    new_dtype: torch.dtype | None = None
+    scales: str = BY_SEQUENCE
 
     @property
     def is_paged(self) -> bool:
@@ -135,6 +142,11 @@ class CacheShape:
     @property
     def is_fp8_cache(self) -> bool:
         return self.cache_dtype == FP8_DTYPE
+
+    @property
+    def has_scales_of_rows(self) -> bool:
+        """Whether descales are (pages, rows or 1, kv_heads)."""
+        return self.scales != BY_SEQUENCE
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -185,6 +197,8 @@ class CacheCall:
         num_splits, pack_gqa: hints; 0 and None leave it to us.
         backend, sm_margin: as for ``flash_attn_func``.
         wants_lse: whether the LSE is returned.
+        hadamard: whether keys in the cache are rotated by signs and a Hadamard matrix, behind rotary embedding, so that
+            new ones and queries are to be.
     """
 
     shape: CacheShape
@@ -198,6 +212,13 @@ class CacheCall:
     backend: str | None = None
     sm_margin: int = 0
     wants_lse: bool = False
+    hadamard: bool = False
+
+    @property
+    def writes_scales(self) -> bool:
+        """Whether new tokens bring scales of their own, which are written beside them."""
+        shape = self.shape
+        return shape.has_new and shape.scales == BY_TOKEN and shape.new_dtype != FP8_DTYPE
 
     def __hash__(self) -> int:
         return self._hash
@@ -228,7 +249,7 @@ def read_shape(specs: Specs, max_seqlen_q: int, max_seqlen_k: int) -> CacheShape
     shape = _with_tables(shape, named)
     shape = _with_new_tokens(shape, named)
     shape = _with_rotary(shape, named)
-    _check_descales(shape, named)
+    shape = replace(shape, scales=check_descales(shape, named))
     if "scheduler_metadata" in named:
         wanted = "one dimension, what get_scheduler_metadata gave"
         _check_vector("scheduler_metadata", named["scheduler_metadata"], wanted)
@@ -375,12 +396,12 @@ def _with_new_tokens(shape: CacheShape, named: dict[str, TensorSpec]) -> CacheSh
     _check_new_dtypes(shape, k.dtype, v.dtype)
     if shape.is_packed_new:
         _check_vector("cu_seqlens_k_new", named["cu_seqlens_k_new"], "(batch + 1,)", shape.batch + 1)
-        return replace(shape, total_new=k.shape[0])
+        return replace(shape, total_new=k.shape[0], new_dtype=k.dtype)
     if k.shape[1] > shape.capacity:
         raise ValueError(
             f"k has {k.shape[1]} new tokens a sequence, allowed: up to the {shape.capacity} of the cache"
         )
-    return replace(shape, total_new=k.shape[0] * k.shape[1])
+    return replace(shape, total_new=k.shape[0] * k.shape[1], new_dtype=k.dtype)
 
 
 def _check_new_dtypes(shape: CacheShape, k: torch.dtype, v: torch.dtype) -> None:
@@ -422,26 +443,6 @@ def _with_rotary(shape: CacheShape, named: dict[str, TensorSpec]) -> CacheShape:
     if not cos.shape[0]:
         raise ValueError("rotary_cos has no rows, allowed: one for each position, 1 or more")
     return replace(shape, rotary_dim=rotary_dim)
-
-
-def _check_descales(shape: CacheShape, named: dict[str, TensorSpec]) -> None:
-    wanted = shape.batch, shape.kv_heads
-    for name, of, dtype in (
-        ("q_descale", "q", shape.dtype),
-        ("k_descale", "k_cache", shape.cache_dtype),
-        ("v_descale", "v_cache", shape.cache_dtype),
-    ):
-        if name not in named:
-            continue
-        spec = named[name]
-        if dtype != FP8_DTYPE:
-            raise ValueError(
-                f"{name} is given but {of} has dtype {dtype}, allowed: descales with {FP8_DTYPE} only"
-            )
-        if spec.dtype != torch.float32:
-            raise TypeError(f"{name} has dtype {spec.dtype}, allowed: torch.float32")
-        if tuple(spec.shape) != wanted:
-            raise ValueError(f"{name} has shape {tuple(spec.shape)}, allowed: (batch, kv_heads), {wanted}")
 
 
 def _check_dims(name: str, spec: TensorSpec, dims: int, wanted: str) -> None:

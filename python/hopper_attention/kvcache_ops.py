@@ -1,6 +1,7 @@
 """The operators of a key/value cache: ``hopper_attention::attend_kvcache``, and ``::append_kvcache`` with new tokens.
 
-The first is functional, the second changes the two caches. Shapes on fake tensors; no tensor is read to know one.
+The first is functional, the second changes the two caches, ``::append_kvcache_and_scales`` their scales too. Shapes on
+fake tensors; no tensor is read to know one.
 """
 # No `from __future__ import annotations`: custom_op reads the annotations of its function.
 
@@ -14,8 +15,7 @@ from hopper_attention.masks import MaskSpec
 from hopper_attention.scores import Scores
 
 
-@torch.library.custom_op("hopper_attention::append_kvcache", mutates_args=("k_cache", "v_cache"))
-def append_kvcache(
+def _append(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -49,6 +49,7 @@ def append_kvcache(
     backend: str | None,
     sm_margin: int,
     wants_lse: bool,
+    hadamard: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention with new tokens, which are written into the caches first: out and lse, as ``launch.kvcache.serve``.
 
@@ -89,12 +90,12 @@ def append_kvcache(
         backend,
         sm_margin,
         wants_lse,
+        hadamard,
     )
     return serve(call, given, scores)
 
 
-@append_kvcache.register_fake
-def _(
+def _fake_append(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -128,8 +129,20 @@ def _(
     backend: str | None,
     sm_margin: int,
     wants_lse: bool,
+    hadamard: bool,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v_cache, wants_lse)
+
+
+CACHES = "k_cache", "v_cache"
+append_kvcache = torch.library.custom_op("hopper_attention::append_kvcache", _append, mutates_args=CACHES)
+append_kvcache.register_fake(_fake_append)
+
+append_kvcache_and_scales = torch.library.custom_op(
+    "hopper_attention::append_kvcache_and_scales", _append, mutates_args=(*CACHES, "k_descale", "v_descale")
+)
+"""The same with scales by token, of which new tokens bring their own."""
+append_kvcache_and_scales.register_fake(_fake_append)
 
 
 @torch.library.custom_op("hopper_attention::attend_kvcache", mutates_args=())
@@ -159,6 +172,7 @@ def attend_kvcache(
     backend: str | None,
     sm_margin: int,
     wants_lse: bool,
+    hadamard: bool,
 ) -> tuple[Tensor, Tensor]:
     """``append_kvcache`` without new tokens."""
     given = CacheTensors(
@@ -188,6 +202,7 @@ def attend_kvcache(
         backend=backend,
         sm_margin=sm_margin,
         wants_lse=wants_lse,
+        hadamard=hadamard,
     )
     return serve(call, given, scores)
 
@@ -219,6 +234,7 @@ def _(
     backend: str | None,
     sm_margin: int,
     wants_lse: bool,
+    hadamard: bool,
 ) -> tuple[Tensor, Tensor]:
     return _fake_results(q, v_cache, wants_lse)
 
@@ -228,10 +244,11 @@ def call_operator(call: CacheCall, tensors: CacheTensors, scores: Scores) -> tup
     t, shape = tensors, call.shape
     longest = [shape.seqlen_q, shape.seqlen_k]
     common = longest, call.softmax_scale, call.mask.causal, list(call.mask.sides), *scores.changes
-    last = call.num_splits, call.pack_gqa, call.backend, call.sm_margin, call.wants_lse
+    last = call.num_splits, call.pack_gqa, call.backend, call.sm_margin, call.wants_lse, call.hadamard
     if shape.has_new:
         rotary = call.rotary_interleaved, call.rotates_each_query
-        return append_kvcache(*t, *common, *rotary, *last)
+        operator = append_kvcache_and_scales if call.writes_scales else append_kvcache
+        return operator(*t, *common, *rotary, *last)
     tables = t.cache_seqlens, t.cache_batch_idx, t.cache_leftpad, t.page_table, t.cu_seqlens_q
     descales = t.q_descale, t.k_descale, t.v_descale, t.scheduler_metadata
     return attend_kvcache(t.q, t.k_cache, t.v_cache, t.qv, *tables, *descales, *common, *last)

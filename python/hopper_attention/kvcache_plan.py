@@ -96,6 +96,7 @@ def explain_kvcache(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     out: Tensor | None = None,
+    hadamard: bool | int = False,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> CachePlan:
@@ -144,6 +145,7 @@ def explain_kvcache(
         sm_margin,
         return_softmax_lse,
         backend,
+        hadamard,
     )
     call, tensors, scores, _ = read_call(given, CacheExtras(sinks, alibi_slopes, out), options)
     target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
@@ -171,23 +173,26 @@ def explain_kvcache(
 
 def _append_steps(call: CacheCall, tensors: CacheTensors, target: Target, backend: str) -> tuple[str, ...]:
     shape, t = call.shape, tensors
-    if t.k is None or t.v is None:
-        return ()
     rotation, pairs = None, ""
-    steps: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ("queries are multiplied by a Hadamard matrix",) if call.hadamard else ()
+    if t.k is None or t.v is None:
+        return steps
     if t.rotary_cos is not None and t.rotary_sin is not None:
         rotation = Rotation(t.rotary_cos, t.rotary_sin, call.rotary_interleaved, t.rotary_seqlens)
         other = "2i and 2i + 1" if call.rotary_interleaved else f"i and i + {shape.rotary_dim // 2}"
         pairs = f", their keys rotated in columns {other}"
         whose = "each for a position of its own" if call.rotates_each_query else "all for one position"
-        steps = (f"queries are rotated, {whose}",)
+        steps = (f"queries are rotated, {whose}", *steps)
+    pairs += ", these multiplied by a Hadamard matrix" if call.hadamard else ""
     how = "by PyTorch"
     if backend in KERNELS:
         q = None if rotation is None else t.q
-        facts = append_facts(t.k, t.v, t.k_cache, t.v_cache, t.page_table, rotation, q)
+        caches = t.k_cache, t.v_cache, t.page_table
+        facts = append_facts(t.k, t.v, *caches, rotation, q, t.k_descale, call.hadamard)
         reason = why_not_append(facts, target)
         how = f"by PyTorch, as {reason}" if reason else f"by {select_append_config(facts, target).name}"
-    return f"{shape.total_new} new tokens are written into the cache{pairs}, {how}", *steps
+    scales = ", with a scale of its own each" if call.writes_scales else ""
+    return f"{shape.total_new} new tokens are written into the cache{pairs}{scales}, {how}", *steps
 
 
 def _copy_steps(shape: CacheShape, path: str) -> tuple[str, ...]:

@@ -79,8 +79,12 @@ def rotate_head_dim(x: torch.Tensor, seed: int) -> torch.Tensor:
     Hadamard matrix for each power of two in head_dim, the largest first (96 = 64 + 32). The product is
     orthogonal, so that Q K^T does not change when Q and K are both rotated. All heads share the signs.
     """
-    signed = x.float() * rotation_signs(x.shape[-1], seed, x.device)
-    return torch.cat([_hadamard(part) for part in signed.split(hadamard_blocks(x.shape[-1]), -1)], -1)
+    return hadamard_of_blocks(x.float() * rotation_signs(x.shape[-1], seed, x.device))
+
+
+def hadamard_of_blocks(x: torch.Tensor) -> torch.Tensor:
+    """x H along the last dimension, of that block-diagonal H."""
+    return torch.cat([_hadamard(part) for part in x.split(hadamard_blocks(x.shape[-1]), -1)], -1)
 
 
 def rotate_back(x: torch.Tensor, seed: int) -> torch.Tensor:

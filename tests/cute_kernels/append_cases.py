@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -140,6 +141,40 @@ def scaled(is_interleaved: bool) -> Case:
     )
 
 
+def by_row(page_size: int, is_by_token: bool, head_dim: int, hadamard: bool, rotary: int) -> Case:
+    """Scales by token, NaN before, or by page; heads of 5 and of 12 chunks; a token of zeros, and one of large numbers,
+    a sequence without tokens and one that has no room."""
+    draw = Draw(head_dim)
+    pages = 9
+    k, v = draw.normal(7, 3, head_dim), draw.normal(7, 3, 40)
+    k[1], v[4, 0] = 0.0, 300.0 * v[4, 0]
+    rows = page_size if is_by_token else 1
+    descales = torch.rand(2, pages, rows, 3, generator=draw.generator) + 0.01
+    if is_by_token:
+        descales.fill_(math.nan)
+    return Case(
+        k,
+        v,
+        poisoned(pages, page_size, 3, head_dim, dtype=FP8),
+        poisoned(pages, page_size, 3, 40, dtype=FP8, gap=8),
+        int32(2, 1, 0, 3 * page_size - 1),
+        cu_seqlens_k_new=int32(0, 3, 3, 5, 7),
+        page_table=draw.table(4, 3, 12).clamp(max=pages),
+        k_descale=descales[0],
+        v_descale=descales[1],
+        rotation=draw.rotation(30, rotary, rotary == 16, FP32) if rotary else None,
+        q=draw.normal(9, 6, head_dim) if rotary else None,
+        cu_seqlens_q=int32(0, 3, 3, 4, 8) if rotary else None,
+        hadamard=hadamard,
+    )
+
+
+def hadamard_alone() -> Case:
+    """In 16 bits, dense tokens of more heads than a CTA has."""
+    draw = Draw(9)
+    return replace(contiguous(), k=draw.normal(4, 3, 2, 72), hadamard=True)
+
+
 def rotated_bytes() -> Case:
     """Everything in e4m3, rounded again after the rotation."""
     draw = Draw(8)
@@ -162,4 +197,9 @@ CASES = {
     "scaled interleaved": scaled(True),
     "scaled halves": scaled(False),
     "rotated bytes": rotated_bytes(),
+    "by token": by_row(4, True, 96, False, 0),
+    "by token, rotated": by_row(4, True, 64, True, 32),
+    "by page, rotated": by_row(4, False, 96, True, 16),
+    "by page": by_row(4, False, 96, False, 0),
+    "hadamard": hadamard_alone(),
 }

@@ -9,9 +9,19 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from cute_kernels.append.config import HALVES, INTERLEAVED, THREADS, VECTOR, AppendConfig
+from cute_kernels.append.config import (
+    BY_PAGE,
+    BY_SEQUENCE,
+    BY_TOKEN,
+    HALVES,
+    INTERLEAVED,
+    THREADS,
+    VECTOR,
+    AppendConfig,
+)
 from hopper_attention.reference.append import Rotation, rounded
 from tests.hopper.on_numpy import Arguments, program_of
+from tests.python.kvcache_cases import hadamard
 
 POISON = 0xFF
 """Every byte of a cache before: NaN in all types."""
@@ -38,6 +48,13 @@ class Case:
     q: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     per_query_position: bool = True
+    hadamard: bool = False
+
+    @property
+    def scales(self) -> str:
+        if self.k_descale is None or self.k_descale.dim() == 2:
+            return BY_SEQUENCE
+        return BY_TOKEN if self.k_descale.shape[1] == self.k_cache.shape[1] else BY_PAGE
 
     @property
     def batch(self) -> int:
@@ -50,14 +67,17 @@ class Case:
     def config(self, arch: str = "sm_90a") -> AppendConfig:
         dtype, cache = (str(x.dtype).removeprefix("torch.") for x in (self.k, self.k_cache))
         if self.rotation is None:
-            return AppendConfig(arch, dtype, cache)
+            return AppendConfig(arch, dtype, cache, scales=self.scales, hadamard=self.hadamard)
         kind = INTERLEAVED if self.rotation.is_interleaved else HALVES
         tables, q = (str(x.dtype).removeprefix("torch.") for x in (self.rotation.cos, self.q))
-        return AppendConfig(arch, dtype, cache, kind, tables, q)
+        return AppendConfig(arch, dtype, cache, kind, tables, q, self.scales, self.hadamard)
 
     def copied(self) -> Case:
-        """With caches of its own, laid out alike."""
-        return replace(self, k_cache=cloned(self.k_cache), v_cache=cloned(self.v_cache))
+        """With caches of its own, laid out alike, and scales if these are written."""
+        own = replace(self, k_cache=cloned(self.k_cache), v_cache=cloned(self.v_cache))
+        if self.scales == BY_TOKEN:
+            own = replace(own, k_descale=cloned(self.k_descale), v_descale=cloned(self.v_descale))
+        return own
 
 
 def cloned(tensor: Tensor) -> Tensor:
@@ -92,8 +112,10 @@ def append_on_numpy(case: Case) -> tuple[Tensor, Tensor | None]:
     add_words(arguments, lengths)
     if config.is_scaled:
         for x in (c.k_descale, c.v_descale):
+            x = x.expand(-1, c.k_cache.shape[1], -1) if c.scales == BY_PAGE else x
             arguments.tensor(x, tuple(x.shape), x.stride())
-    rows, parts, rotated = k.shape[0] * k.shape[1], [parts_of(k), parts_of(v), 0], None
+    parts = [parts_of(k, config.spreads_keys), parts_of(v, config.spreads_values), 0]
+    rows, rotated = k.shape[0] * k.shape[1], None
     if config.rotates:
         for x in (c.rotation.cos, c.rotation.sin):
             arguments.tensor(x, tuple(x.shape), x.stride()[:1])
@@ -104,7 +126,7 @@ def append_on_numpy(case: Case) -> tuple[Tensor, Tensor | None]:
             arguments.tensor(x, tuple(x.shape), x.stride()[:3])
         add_words(arguments, c.cu_seqlens_q)
         arguments.add(int(c.per_query_position))
-        parts[2] = parts_of(q)
+        parts[2] = parts_of(q, c.hadamard)
         rows = max(rows, q.shape[0] * q.shape[1])
     arguments.add(*parts, rows)
     arguments.launch(program_of(config), (rows + -(-c.batch // THREADS), sum(parts), 1))
@@ -120,24 +142,27 @@ def add_words(arguments: Arguments, words: Tensor | None) -> None:
     arguments.tensor(words, (len(words),), ())
 
 
-def parts_of(x: Tensor) -> int:
-    return -(-x.shape[2] * x.shape[3] // VECTOR // THREADS)
+def parts_of(x: Tensor, spreads: bool) -> int:
+    chunks = x.shape[3] // VECTOR
+    chunks = 1 << (chunks - 1).bit_length() if spreads else chunks
+    return -(-x.shape[2] * chunks // THREADS)
 
 
 @dataclass(frozen=True)
 class Written:
     """What an append should do, in float64: new values of the caches by place, of those that it writes, new lengths,
-    and rotated queries by row, but for those of no sequence, which are zeros."""
+    rotated queries by row, but for those of no sequence, which are zeros, and the scales of tokens by place."""
 
     k: dict[tuple[int, int], Tensor]
     v: dict[tuple[int, int], Tensor]
     lengths: list[int]
     q: dict[tuple[int, ...], Tensor]
+    scales: tuple[dict[tuple[int, int], Tensor], dict[tuple[int, int], Tensor]] = ({}, {})
 
 
 def expected(case: Case) -> Written:
     """By a loop over all tokens."""
-    written = Written({}, {}, [], {})
+    written = Written({}, {}, [], {}, ({}, {}))
     for b in range(case.batch):
         old = int(case.cache_seqlens[b])
         first = old
@@ -148,14 +173,23 @@ def expected(case: Case) -> Written:
             place = place_of(case, b, old + i)
             if place is not None:
                 k, v = (x[row].double() for x in (case.k, case.v))
-                k = turned(case.rotation, k, first + i)
-                written.k[place] = k if case.k_descale is None else k / case.k_descale[b, :, None].double()
-                written.v[place] = v if case.v_descale is None else v / case.v_descale[b, :, None].double()
+                k = mixed(case, turned(case.rotation, k, first + i))
+                for x, descale, values, scales in (
+                    (k, case.k_descale, written.k, written.scales[0]),
+                    (v, case.v_descale, written.v, written.scales[1]),
+                ):
+                    values[place] = x
+                    if case.scales == BY_TOKEN:
+                        scales[place] = x.abs().amax(-1) / 448.0
+                        values[place] = x / scales[place][:, None].clamp(min=1e-30)
+                    elif descale is not None:
+                        of_row = descale[b] if case.scales == BY_SEQUENCE else descale[place[0], 0]
+                        values[place] = x / of_row[:, None].double()
         written.lengths.append(min(max(old + len(tokens), 0), case.capacity))
         if case.rotation is not None:
             for i, row in enumerate(rows_of(case.q, case.cu_seqlens_q, b)):
                 position = first + i * int(case.per_query_position)
-                written.q[row] = turned(case.rotation, case.q[row].double(), position)
+                written.q[row] = mixed(case, turned(case.rotation, case.q[row].double(), position))
     return written
 
 
@@ -191,6 +225,10 @@ def turned(rotation: Rotation | None, x: Tensor, position: int) -> Tensor:
         result[:, a] = x[:, a] * cos - x[:, b] * sin
         result[:, b] = x[:, a] * sin + x[:, b] * cos
     return result
+
+
+def mixed(case: Case, x: Tensor) -> Tensor:
+    return x @ hadamard(x.shape[-1]) if case.hadamard else x
 
 
 STEPS = {
@@ -245,8 +283,20 @@ def check(case: Case, before: Case, lengths: Tensor, rotated: Tensor | None) -> 
     wanted = expected(before)
     assert lengths.tolist() == wanted.lengths and lengths.dtype == torch.int32
     is_scaled = case.k_descale is not None
-    check_cache(case.k_cache, before.k_cache, wanted.k, case.rotation is None and not is_scaled)
+    is_copied = case.rotation is None and not is_scaled and not case.hadamard
+    check_cache(case.k_cache, before.k_cache, wanted.k, is_copied)
     check_cache(case.v_cache, before.v_cache, wanted.v, not is_scaled)
+    if case.scales == BY_TOKEN:
+        for found, old, scales in zip(
+            (case.k_descale, case.v_descale),
+            (before.k_descale, before.v_descale),
+            wanted.scales,
+            strict=True,
+        ):
+            exact = old.double()
+            for place, scale in scales.items():
+                exact[place] = scale
+            torch.testing.assert_close(found.double(), exact, rtol=4e-6, atol=0.0, equal_nan=True)
     if rotated is not None:
         for row in product(*(range(size) for size in rotated.shape[:-2])):
             check_rounded(rotated[row], wanted.q.get(row, torch.zeros(rotated.shape[-2:]).double()))

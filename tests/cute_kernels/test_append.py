@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from cute_kernels.append.config import (
+    BY_PAGE,
+    BY_TOKEN,
     E4M3,
     HALVES,
     INTERLEAVED,
@@ -15,7 +17,8 @@ from cute_kernels.append.config import (
     validate_append_config,
 )
 from hopper.compile import arch_of
-from hopper_attention.reference.append import append_to_cache, rotate_queries
+from hopper_attention.kvcache_rotation import rotate_keys
+from hopper_attention.reference.append import append_to_cache, rotate_queries, rounded
 from tests.compile_pool import assert_small
 from tests.cute_kernels.append_cases import CASES, Draw, contiguous, packed, scaled
 from tests.cute_kernels.appending import Case, append_on_numpy, check, int32
@@ -36,11 +39,13 @@ def check_reference(case: Case) -> None:
         k_descale=after.k_descale,
         v_descale=after.v_descale,
         rotation=after.rotation,
+        mix=rotate_keys if case.hadamard else None,
     )
     rotated = None
     if case.rotation is not None:
         options = {"cu_seqlens_q": after.cu_seqlens_q, "per_query_position": after.per_query_position}
-        rotated = rotate_queries(after.q, after.rotation, after.cache_seqlens, **options)
+        turned = rotate_queries(after.q.float(), after.rotation, after.cache_seqlens, **options)
+        rotated = rounded(rotate_keys(turned) if case.hadamard else turned, after.q.dtype)
     check(after, case, lengths, rotated)
 
 
@@ -83,6 +88,9 @@ COMPILED = [
     AppendConfig("sm_90a", "bfloat16", "bfloat16", HALVES, "bfloat16", "bfloat16"),
     AppendConfig("sm_90a", E4M3, E4M3, HALVES, E4M3, E4M3),
     AppendConfig("sm_120", "bfloat16", "bfloat16"),
+    AppendConfig("sm_90a", "bfloat16", E4M3, HALVES, "bfloat16", "bfloat16", BY_TOKEN),
+    AppendConfig("sm_90a", "bfloat16", E4M3, HALVES, "float32", "bfloat16", BY_TOKEN, hadamard=True),
+    AppendConfig("sm_89", "float16", E4M3, scales=BY_PAGE, hadamard=True),
 ]
 
 
@@ -114,6 +122,12 @@ def test_names_are_of_one_config_each() -> None:
         ({"rotary_dtype": "int8"}, ValueError, "rotary_dtype is 'int8', allowed: 'float16', .*, 'float32'"),
         ({"q_dtype": ""}, ValueError, "q_dtype is '', allowed: 'float16'"),
         ({"rotary": "none"}, ValueError, "rotary_dtype is 'float16', allowed: ''"),
+        ({"scales": "token"}, ValueError, "scales is 'token', allowed: 'sequence'"),
+        (
+            {"cache_dtype": E4M3, "scales": ""},
+            ValueError,
+            "scales is '', allowed: 'sequence', 'page', 'token'",
+        ),
         (
             {"arch": "sm_86", "cache_dtype": E4M3},
             NotImplementedError,

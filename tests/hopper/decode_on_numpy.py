@@ -76,7 +76,8 @@ def programs_of(config: DecodeConfig | MlaConfig) -> tuple[Program, Program]:
 
 @dataclass(frozen=True)
 class Descales:
-    """float32 (batch, kv_heads) factors of a cache of e4m3, and of such queries, or nothing."""
+    """float32 (batch, kv_heads) factors of a cache of e4m3, and of such queries, or nothing; or with row_scales
+    (pages, page_size, kv_heads) of the cache."""
 
     k: tuple[Tensor, ...] = ()
     v: tuple[Tensor, ...] = ()
@@ -133,7 +134,10 @@ class Step:
         c, cache, launch, rules = self.config, self.cache, self.launch, self.rules
         lse = torch.full(self.queries.lse_shape, math.nan)
         parts = torch.full((PARTS_PER_CTA * launch.ctas, c.part_floats), math.nan)
-        outputs = out, lse, *([] if rules.sinks is None else [rules.sinks]), *self.descales.v
+        row_scales = isinstance(c, DecodeConfig) and c.row_scales
+        of_rows = (*self.descales.k, *self.descales.v) if row_scales else ()
+        factors = ((), ()) if row_scales else (self.descales.k, self.descales.v)
+        outputs = out, lse, *([] if rules.sinks is None else [rules.sinks]), *factors[1]
         kernel, combine = programs_of(c)
 
         arguments = Arguments()
@@ -146,7 +150,9 @@ class Step:
         arguments.add((rules.softcap or softmax_scale) * LOG2_E)
         if rules.softcap:
             arguments.add(softmax_scale / rules.softcap)
-        add_tensors(arguments, *self.descales.q, *self.descales.k)
+        add_tensors(arguments, *self.descales.q, *factors[0])
+        for scales in of_rows:
+            arguments.tensor(scales, tuple(scales.shape), scales.stride())
         arguments.launch(kernel, (cluster * launch.ctas, 1, 1), launch.timing, cluster)
 
         arguments = Arguments()

@@ -161,6 +161,70 @@ def test_a_cache_of_e4m3(name: str) -> None:
         assert (got_lse.double() - exact_lse).abs().max() <= 1e-5
 
 
+BY_ROW = {
+    "by token": replace(OF_E4M3["swapped"], config=replace(SWAPPED, row_scales=True)),
+    "by token, one row, a leftpad": replace(
+        OF_E4M3["swapped, one row, a leftpad"], config=replace(SWAPPED_4, row_scales=True)
+    ),
+    "by page, 12 rows, a window": replace(
+        OF_E4M3["swapped, 12 rows, a window"], config=replace(SWAPPED_16, row_scales=True)
+    ),
+    "by page, queries of e4m3": replace(
+        OF_E4M3["swapped, queries of e4m3"],
+        config=replace(SWAPPED, e4m3_queries=True, layout="varlen", row_scales=True),
+    ),
+}
+
+
+def draw_scales(case: Case, cache: Cache, by_page: bool) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """(pages, page_size, kv_heads) scales of K and V over several powers of ten, some 0, NaN where no key is; those of
+    the keys of each sequence, (keys, kv_heads)."""
+    generator = torch.Generator().manual_seed(4)
+    pages, page_size, kv_heads, _ = cache.k.shape
+    pads, tensors, found = cache.leftpad.tolist() or [0] * len(cache.rows), [], []
+    for _ in range(2):
+        shape = pages, 1 if by_page else page_size, kv_heads
+        drawn = 10.0 ** (2.0 * torch.rand(shape, generator=generator) - 1.5)
+        drawn[torch.rand(shape, generator=generator) < 0.05] = 0.0
+        given, of_sequences = torch.full_like(drawn, math.nan), []
+        for number, (keys, pad) in enumerate(zip(cache.lengths, pads, strict=True)):
+            rows = torch.arange(pad, pad + keys)
+            places = cache.table[number, rows // page_size].long(), rows % page_size % shape[1]
+            given[places] = drawn[places]
+            of_sequences.append(drawn[places])
+        tensors.append(given.expand(pages, page_size, kv_heads))
+        found.append(of_sequences)
+    return tensors, found
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_scales_of_single_keys(name: str) -> None:
+    case = replace(BY_ROW[name], rules=Rules(sinks=SINKS))
+    config, (queries, cache) = case.config, draw(case)
+    kv_heads, of_queries = case.heads[1], torch.ones(len(case.keys), case.heads[0], 1)
+    tensors, scales = draw_scales(case, cache, "page" in name)
+    q_descale = torch.rand(len(case.keys), kv_heads, generator=torch.Generator().manual_seed(3)) + 0.5
+    if config.e4m3_queries:
+        of_queries = q_descale.repeat_interleave(case.heads[0] // kv_heads, 1)[:, :, None]
+        queries = replace(queries, q=queries.q.to(torch.float8_e4m3fn))
+    if not config.paged:
+        order = cache.table[:, 0].clamp(max=cache.k.shape[0] - 1).long()
+        tensors = [x[order] for x in tensors]
+    given = Descales(*((x,) for x in tensors), (q_descale,) if config.e4m3_queries else ())
+    out, lse = decode_on_numpy(
+        config, queries, cache, 0.1, case.launch, case.sides, case.rules, given, dtype=torch.bfloat16
+    )
+    for number, keys in enumerate(cache.rows):
+        k, v = (x.double() * of[number][..., None].double() for x, of in zip(keys, scales, strict=True))
+        q = queries.of(number).double() * of_queries[number]
+        if not q.shape[0]:
+            continue
+        exact, exact_lse = oracle(case, q, (k, v), 0.1)
+        got, got_lse = queries.rows(out, lse, number)
+        assert (got.double() - exact).norm() <= EPSILON[out.dtype] * exact.norm()
+        assert (got_lse.double() - exact_lse).abs().max() <= 1e-5
+
+
 CASES = {
     "one CTA, one sequence empty": Case(PAGED, (1,), (70, 0, 33), 16, Launch(1)),
     "parts of tiles, by piece": Case(PAGED, (1,), (170, 0, 33), 16, Launch(3, timing=LATE)),

@@ -58,6 +58,20 @@ COMPILED = [
     config_of("bfloat16", (256, 256), 16, 8, rows=16, cache_dtype=E4M3, e4m3_queries=True),
     config_of("bfloat16", (128, 128), 16, 8, rows=16, layout="varlen", cache_dtype=E4M3, **WITHOUT_SOFTCAP),
     config_of("float16", (192, 192), 16, 8, rows=64, cache_dtype=E4M3),
+    config_of("bfloat16", (64, 64), 16, 8, rows=8, cache_dtype=E4M3, row_scales=True),
+    config_of("bfloat16", (128, 128), 64, 8, rows=4, cache_dtype=E4M3, row_scales=True),
+    config_of("bfloat16", (256, 256), 16, 8, rows=16, cache_dtype=E4M3, e4m3_queries=True, row_scales=True),
+    config_of(
+        "bfloat16",
+        (128, 128),
+        16,
+        8,
+        rows=16,
+        layout="varlen",
+        cache_dtype=E4M3,
+        row_scales=True,
+        **WITHOUT_SOFTCAP,
+    ),
 ]
 """Of head_dim 256 most others spill, 4 to 136 bytes of those that were looked at."""
 
@@ -90,8 +104,8 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight() -> None:
 
 def test_ptxas_leaves_wgmmas_beside_each_other() -> None:
     """It does not where a loop leaves some under way for its next turn to wait for."""
-    for rows in (4, 16):
-        config = config_of("bfloat16", (128, 128), 64, 8, rows=rows, cache_dtype=E4M3)
+    for rows, scaled in ((4, False), (16, False), (4, True)):
+        config = config_of("bfloat16", (128, 128), 64, 8, rows=rows, cache_dtype=E4M3, row_scales=scaled)
         report = io.StringIO()
         with contextlib.redirect_stderr(report):
             compile_kernel(config, options="remarks{ptx}")
@@ -114,7 +128,11 @@ OF_8_BITS = replace(OF_16_BITS, cache_dtype=E4M3, stages=2, raw_stages=4)
 SWAPPED = replace(OF_16_BITS, dtype="bfloat16", cache_dtype=E4M3, tile_m=8, tile_n=64)
 
 
-@pytest.mark.parametrize("config", [OF_16_BITS, OF_8_BITS, SWAPPED], ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config",
+    [OF_16_BITS, OF_8_BITS, SWAPPED, replace(SWAPPED, row_scales=True)],
+    ids=lambda config: config.name,
+)
 def test_the_docstring_says_what_the_kernel_makes(
     config: DecodeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +191,7 @@ def test_names_are_of_one_config_each() -> None:
         {"cache_dtype": E4M3, "raw_stages": 3},
         {"cache_dtype": E4M3, "tile_m": 4},
         {"cache_dtype": E4M3, "tile_m": 4, "e4m3_queries": True},
+        {"cache_dtype": E4M3, "tile_m": 4, "row_scales": True},
     ]
     changes += [{"tile_m": 64}, {"tile_n": 64}, {"stages": 3}, {"box_rows": 8}]
     changes += [{"layout": "varlen"}, {"head_dim_v": 128}, {"head_dim": 128}, {"causal": False}]
@@ -201,6 +220,7 @@ def test_names_are_of_one_config_each() -> None:
         ({"box_rows": 4}, r"box_rows is 4, allowed: one of \(128, 64, 32, 16, 8\) that divides tile_n 128"),
         ({"tile_n": 48, "box_rows": 32}, "box_rows is 32, allowed: one of .* that divides tile_n 48"),
         ({"stages": 1}, "stages is 1, allowed: 2 or more"),
+        ({"row_scales": True}, "row_scales is True with tile_m 32, allowed: False"),
         ({"cache_dtype": "int8"}, f"cache_dtype is 'int8', allowed: '{E4M3}', or nothing for dtype"),
         ({"cache_dtype": E4M3, "stages": 2}, "raw_stages is 0, allowed: 2 or more with a cache of e4m3"),
         (

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache as kept
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cute_kernels.append.config import has_minus
 from tests.python.varlen_cases import offsets
 
 FP8 = torch.float8_e4m3fn
@@ -34,6 +36,20 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, position: int, interleaved: bool) 
         first, second = x[:, at].clone(), x[:, other].clone()
         x[:, at], x[:, other] = first * c - second * s, first * s + second * c
     return x
+
+
+@kept
+def hadamard(size: int) -> Tensor:
+    """Signs times Hadamard matrices of the powers of two in ``size``, the largest first, element by element."""
+    matrix, start = torch.zeros(size, size).double(), 0
+    for bit in reversed(range(size.bit_length())):
+        n = size & 1 << bit
+        for i in range(n):
+            sign = -1.0 if has_minus(start + i) else 1.0
+            for j in range(n):
+                matrix[start + i, start + j] = sign * (-1.0) ** (i & j).bit_count() * n**-0.5
+        start += n
+    return matrix
 
 
 @dataclass(frozen=True)
@@ -167,13 +183,18 @@ class CacheCase:
         for b in range(self.batch):
             for i in range(self.count(b)):
                 at = self.place(call, b, self.lengths[b] + i)
-                k = self.turned(call, self.token(call, "k", b, i), self.position(b) + i)
+                k = self.new_key(call, b, i)
                 v = self.token(call, "v", b, i).double()
                 for cache, token, name in zip(after, (k, v), ("k_descale", "v_descale"), strict=True):
                     if name in call and call["k"].dtype != FP8:
                         token = token / call[name][b].double()[:, None]
                     cache[at] = token.to(cache.dtype)
         return after
+
+    def new_key(self, call: dict[str, Any], b: int, i: int) -> Tensor:
+        """New token i of a sequence as it goes into the cache, in float64."""
+        k = self.turned(call, self.token(call, "k", b, i), self.position(b) + i)
+        return k @ hadamard(k.shape[1]) if call.get("hadamard") else k
 
     def keys(self, call: dict[str, Any], b: int) -> tuple[Tensor, Tensor]:
         """Those of a sequence in the caches of a call after it, (keys, kv_heads, columns) in float64."""
@@ -182,8 +203,17 @@ class CacheCase:
             rows = range(self.pad(b), self.lengths[b] + self.count(b))
             x = torch.stack([call[name][self.place(call, b, row)].double() for row in rows]) if rows else None
             x = torch.zeros(0, *call[name].shape[2:]).double() if x is None else x
-            both.append(x * call[descale][b].double()[:, None] if descale in call else x)
+            both.append(x * self.scales(call, descale, b) if descale in call else x)
         return both[0], both[1]
+
+    def scales(self, call: dict[str, Any], name: str, b: int) -> Tensor:
+        """Of the keys of a sequence, (keys or 1, kv_heads, 1)."""
+        descale = call[name].double()
+        if descale.dim() == 2:
+            return descale[b][None, :, None]
+        places = [self.place(call, b, row) for row in range(self.pad(b), self.lengths[b] + self.count(b))]
+        found = [descale[page, row % descale.shape[1]] for page, row in places]
+        return torch.stack(found)[..., None] if found else descale[0, :0, :, None]
 
     def expected(self, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """out and lse of a call after it, in float64, in its layout."""
@@ -206,7 +236,8 @@ class CacheCase:
         chunk, causal = call.get("attention_chunk", 0), call.get("causal", False)
         own = causal or (left, right) != (-1, -1) or chunk > 0
         q = self.token(call, "q", b, i)
-        q = self.turned(call, q, self.position(b) + (i if own else 0)).to(q.dtype).double()
+        dtype, q = q.dtype, self.turned(call, q, self.position(b) + (i if own else 0))
+        q = (q @ hadamard(q.shape[1]) if call.get("hadamard") else q).to(dtype).double()
         k, v = self.keys(call, b)
         group = self.heads[0] // self.heads[1]
         if "q_descale" in call:

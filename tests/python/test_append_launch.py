@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.append.config import AppendConfig
+from cute_kernels.append.config import BY_PAGE, AppendConfig
 from hopper_attention.backends import Target
+from hopper_attention.kvcache_rotation import rotate_keys
 from hopper_attention.launch import append as launch
 from hopper_attention.launch.append import append, append_facts, why_not_append
 from hopper_attention.reference.append import Rotation, append_to_cache, rotate_queries
@@ -36,7 +37,9 @@ class StandIn:
         self.arguments = arguments
         k, v, k_cache, v_cache, cache_seqlens, cu, batch_idx, table, lengths, *rest = arguments
         k_descale, v_descale, cos, sin, first, q, rotated, cu_q, step = rest
-        rotation = None
+        rotation, config = None, self.configs[-1]
+        if config.scales == BY_PAGE:
+            k_descale, v_descale = k_descale[:, :1], v_descale[:, :1]
         if cos is not None:
             is_interleaved = self.configs[-1].rotary == "interleaved"
             rotation = Rotation(cos, sin, is_interleaved, first if len(first) else None)
@@ -49,6 +52,7 @@ class StandIn:
             k_descale=k_descale,
             v_descale=v_descale,
             rotation=rotation,
+            mix=rotate_keys if config.hadamard else None,
         )
         lengths.copy_(found)
         if rotation is not None and q.numel():

@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_kernels.window import NO_LIMIT
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.mla.config import MlaConfig
-from hopper_attention import compile_cache, device_memory, flash_attn_with_kvcache
+from hopper_attention import compile_cache, device_memory, explain_kvcache, flash_attn_with_kvcache
 from hopper_attention.decode_rules import MAX_PARTS, ctas_of_pieces
 from hopper_attention.launch import decode
 from hopper_attention.launch import kvcache as launch
 from hopper_attention.reference import attention_naive
 from tests.python.fake_gpu import SMS, forget_launchers, new_memory, pretend
 from tests.python.kvcache_cases import FP8, CacheCase
+from tests.python.test_kvcache_scales import build
 
 NAMES = (
     "q", "k", "v", "out", "lse", "lengths", "table", "leftpad", "cu_seqlens_q", "parts", "softmax_scale",
@@ -81,7 +82,10 @@ class DecodeKernels:
         found = []
         for name in ("k", "v"):
             descale, x = g.get(f"{name}_descale"), g[name][pages, rows % size].to(g["out"].dtype)
-            found.append((x if descale is None else (x * descale[b][:, None]).to(x.dtype))[None])
+            if descale is not None:
+                of_rows = descale[b] if descale.dim() == 2 else descale[pages, rows % size]
+                x = (x * of_rows[..., None]).to(x.dtype)
+            found.append(x[None])
         return found
 
     def options(self, config: Config, g: dict[str, Any]) -> dict[str, Any]:
@@ -93,6 +97,8 @@ class DecodeKernels:
         assert config.paged == (g["table"] is not None)
         assert config.limits_splits == (g["max_splits"] is not None)
         of_e4m3 = isinstance(config, DecodeConfig) and bool(config.cache_dtype)
+        if of_e4m3:
+            assert config.row_scales == (g["k_descale"].dim() == 3) == (g["v_descale"].dim() == 3)
         assert of_e4m3 == (g.get("k_descale") is not None) == (g.get("v_descale") is not None)
         e4m3_queries = isinstance(config, DecodeConfig) and config.e4m3_queries
         assert e4m3_queries == (g.get("q_descale") is not None) == (g["q"].dtype == FP8)
@@ -179,6 +185,31 @@ def test_a_cache_of_e4m3(
         expected["k_descale"] = expected.pop("q_descale") * expected["k_descale"]
     for name, factors in expected.items():
         assert torch.equal(seen[name], factors) and seen[name].stride(1) == 1
+
+
+@pytest.mark.parametrize("kind", ["token", "page"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_scales_of_rows_of_a_cache(kind: str, dtype: torch.dtype, kernels: DecodeKernels) -> None:
+    """Those by page reach the kernel as if they were by row, without a copy. Calls that come again get theirs."""
+    q_descale = {"q_descale": torch.tensor([[0.5, 2.0], [1.0, 0.25], [2.0, 1.0]])} if dtype == FP8 else {}
+    case = replace(PAGES, head_dims=(32, 48))
+    for _ in range(4):
+        call = build(case, kind, dtype, **q_descale)
+        out = flash_attn_with_kvcache(**call)
+        assert (out - case.expected(call)[0]).abs().max() <= 3e-2
+    seen = kernels.calls[-1]
+    assert kernels.loaded[-1].row_scales and seen["k_descale"].shape == call["k_cache"].shape[:3]
+    assert seen["v_descale"].data_ptr() == call["v_descale"].data_ptr()
+
+
+def test_scales_of_rows_with_many_queries_are_for_the_general_way(kernels: DecodeKernels) -> None:
+    case = replace(PAGES, head_dims=(32, 48), queries=(12, 12, 12))
+    plan = explain_kvcache(**build(case, "token"), device_capability=(9, 0))
+    assert plan.path == "general"
+    assert (
+        "scales are by token, which its kernel takes with up to 16 query rows of bfloat16" in plan.refused[0]
+    )
+    assert explain_kvcache(**build(PAGES, "page", torch.float16), device_capability=(9, 0)).path == "general"
 
 
 def test_hints_reach_the_kernel(kernels: DecodeKernels) -> None:

@@ -58,6 +58,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 def in_pytorch(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
     """``launch.append.append`` by its reference."""
     q, cu_seqlens_q, own = (options.pop(name) for name in ("q", "cu_seqlens_q", "per_query_position"))
+    assert not options.pop("hadamard")
     if tensors[0].dtype == tensors[2].dtype:
         assert options["k_descale"] is None
     rotation = options["rotation"]

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.append.config import (
+    BY_PAGE,
+    BY_SEQUENCE,
+    BY_TOKEN,
     HALVES,
     INTERLEAVED,
+    MAX_SPREAD,
     NONE,
     ROTARY_STEP,
     VECTOR,
@@ -62,6 +66,8 @@ class AppendFacts(NamedTuple):
     cos: Facts | None
     sin: Facts | None
     is_interleaved: bool
+    scales: str = BY_SEQUENCE
+    hadamard: bool = False
 
 
 RawFacts = tuple[Any, Any, Any]
@@ -80,9 +86,22 @@ def append_facts(
     page_table: Tensor | None = None,
     rotation: Rotation | None = None,
     q: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    hadamard: bool = False,
 ) -> AppendFacts:
     """Those of a call of ``append``."""
-    return _named(*_raw_append_facts(k, v, k_cache, v_cache, page_table, rotation, q))
+    return _named(
+        *_raw_append_facts(k, v, k_cache, v_cache, page_table, rotation, q),
+        _kind_of_scales(k, k_cache, k_descale),
+        hadamard,
+    )
+
+
+def _kind_of_scales(k: Tensor, k_cache: Tensor, k_descale: Tensor | None) -> str:
+    """What shares a scale by which tokens are divided. Tokens of e4m3 are not."""
+    if k_descale is None or k_descale.dim() == 2 or k.dtype == k_cache.dtype:
+        return BY_SEQUENCE
+    return BY_TOKEN if k_descale.shape[1] == k_cache.shape[1] else BY_PAGE
 
 
 def _raw_append_facts(
@@ -126,6 +145,8 @@ def select_append_config(facts: AppendFacts, target: Target) -> AppendConfig:
         _name(facts.k_cache.dtype),
         rotary,
         *of_rotary,
+        facts.scales,
+        facts.hadamard,
     )
     validate_append_config(config)
     return config
@@ -161,6 +182,9 @@ def _why_not_of_layout(facts: AppendFacts) -> str:
                 f"{name} has strides {tuple(cache.strides)}, and the kernel needs a last stride of 1 and the others in "
                 f"multiples of {VECTOR} elements"
             )
+    columns = facts.v_cache.shape[3]
+    if facts.scales == BY_TOKEN and columns > MAX_SPREAD:
+        return f"v_cache has {columns} columns, and the kernel finds scales by token of up to {MAX_SPREAD}"
     if facts.cos is None:
         return ""
     positions, half = facts.cos.shape
@@ -237,17 +261,19 @@ class AppendLauncher(Launcher):
             _words(cache_batch_idx, device),
             _table(page_table, device),
             lengths,
-            *self._descales(k, k_descale, v_descale, lengths.shape[0]),
+            *self._descales(k, k_descale, v_descale, lengths.shape[0], k_cache.shape[1]),
             *self._rotary(k, rotation, q, rotated, cu_seqlens_q, per_query_position),
         )
         return lengths, rotated
 
     def _descales(
-        self, k: Tensor, k_descale: Tensor | None, v_descale: Tensor | None, batch: int
+        self, k: Tensor, k_descale: Tensor | None, v_descale: Tensor | None, batch: int, page_size: int
     ) -> tuple[Tensor | None, Tensor | None]:
         if not self.config.is_scaled:
             return None, None
         if k_descale is not None and v_descale is not None:
+            if self.config.scales == BY_PAGE:
+                return k_descale.expand(-1, page_size, -1), v_descale.expand(-1, page_size, -1)
             return k_descale, v_descale
         ones = unit_scales(batch, k.shape[-2], k.device)[:, :, 0]
         return ones if k_descale is None else k_descale, ones if v_descale is None else v_descale
@@ -353,6 +379,7 @@ def append(
     q: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     per_query_position: bool = True,
+    hadamard: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Write new tokens into a cache, in place, and rotate queries, on torch's current stream, in one launch.
 
@@ -362,7 +389,9 @@ def append(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), or (total_q, ...) with ``cu_seqlens_q``; only with a ``rotation``.
-        k_descale, v_descale: float32 (batch, kv_heads) of a cache of e4m3 for 16-bit tokens; None for ones.
+        k_descale, v_descale: float32 of a cache of e4m3 for 16-bit tokens, (batch, kv_heads), None for ones; or both by
+            page, (pages, 1, kv_heads); or both by token, (pages, page_size, kv_heads), which are written.
+        hadamard: multiply K by ``kvcache_rotation.rotate_keys``' matrix, and q where there is a rotation.
 
     Returns:
         The lengths that the cache then has, int32 (batch,), and q rotated, a new tensor, or None.
@@ -371,7 +400,8 @@ def append(
         NotImplementedError: the kernel does not do it (``why_not_append``); the message says why, and what does.
     """
     facts = _raw_append_facts(k, v, k_cache, v_cache, page_table, rotation, q)
-    launcher, is_addressable = _find_for(k.device, *facts)
+    scales = _kind_of_scales(k, k_cache, k_descale)
+    launcher, is_addressable = _find_for(k.device, *facts, scales, hadamard)
     addresses = k.data_ptr() | v.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
     if rotation is not None:
         addresses |= rotation.cos.data_ptr() | rotation.sin.data_ptr() | (0 if q is None else q.data_ptr())

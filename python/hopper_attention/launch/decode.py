@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.append.config import BY_PAGE
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.mla.config import MlaConfig
 from hopper_attention import compile_cache, device_memory
@@ -154,20 +155,33 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
 
 
 def _descales(shape: CacheShape, tensors: CacheTensors, of_queries: bool) -> tuple[Tensor | None, ...]:
-    """Of Q, K and V, (batch, kv_heads), the last stride 1; None for those of 16 bits. The kernel of ``qv`` has none."""
+    """Of Q, K and V, (batch, kv_heads), the last stride 1, or of K and V (pages, rows of a page, kv_heads); None for
+    those of 16 bits. The kernel of ``qv`` has none."""
     if shape.has_qv:
         return ()
     if not shape.is_fp8_cache:
         return None, None, None
     of_cache = tensors.k_descale, tensors.v_descale
+    if shape.has_scales_of_rows:
+        of_rows = tuple(None if x is None else scales_of_rows(x, shape) for x in of_cache)
+        of_q = _descales_of_sequences(shape, (tensors.q_descale,))[0] if of_queries else None
+        return of_q, *of_rows
     given = (tensors.q_descale, *of_cache) if of_queries else of_cache
-    ones = (
-        unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0]
-        if any(x is None for x in given)
-        else None
-    )
-    found = tuple(ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in given)
+    found = _descales_of_sequences(shape, given)
     return found if of_queries else (None, *found)
+
+
+def _descales_of_sequences(shape: CacheShape, given: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """(batch, kv_heads) each, ones for those that are not given."""
+    is_missing = any(x is None for x in given)
+    ones = unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0] if is_missing else None
+    found = (ones if x is None else x if x.stride(1) == 1 else x.contiguous() for x in given)
+    return tuple(x for x in found if x is not None)
+
+
+def scales_of_rows(descale: Tensor, shape: CacheShape) -> Tensor:
+    """(pages, rows of a page, kv_heads): those by page, for each of its rows."""
+    return descale.expand(shape.caches[0].shape[:3]) if shape.scales == BY_PAGE else descale
 
 
 def is_aligned(tensors: CacheTensors) -> bool:

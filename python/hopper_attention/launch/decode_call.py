@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cute_kernels.append.config import BY_PAGE
 from hopper_attention import device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import FP8_DTYPE, Result, TensorSpec
@@ -60,16 +61,18 @@ class DecodeCall:
 
 
 def is_launched_as_it_is(shape: CacheShape, read: CacheTensors, tensors: Decoded) -> bool:
-    """Whether the kernel gets the tensors of a call and no others, and nothing depends on the grad mode."""
+    """Whether the kernel gets the tensors of a call and no others, as scales by page are not, and nothing depends on the
+    grad mode."""
     q, k_cache, v_cache, lengths, table, _, k_descale, v_descale, _ = tensors
     descales = (k_descale, v_descale) if shape.is_fp8_cache else ()
     if (
         read.q is not q
         or q.dtype == FP8_DTYPE
+        or shape.scales == BY_PAGE
         or type(lengths) is not Tensor
         or any(x is not None and x.requires_grad for x in tensors)
         or (table is not None and table.stride(1) != 1)
-        or any(x is None or x.stride(1) != 1 for x in descales)
+        or any(x is None or (x.dim() == 2 and x.stride(1) != 1) for x in descales)
     ):
         return False
     addressed = (q.unsqueeze(0) if shape.is_packed_q else q), k_cache, v_cache

@@ -13,9 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.append.config import BY_PAGE, BY_TOKEN
 from hopper_attention.backends import KERNELS, target_of
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
+from hopper_attention.kvcache_rotation import rotate_keys, rotate_queries_alike
 from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
@@ -24,8 +26,16 @@ from hopper_attention.launch.paged_forward import paged_forward
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import run_varlen
 from hopper_attention.lengths import Lengths
-from hopper_attention.reference.append import Rotation, rounded, tokens_of
-from hopper_attention.reference.kvcache import CacheRows, as_stored, dequantized, gather_rows, write_rows
+from hopper_attention.reference.append import Rotation, rounded, scales_of, tokens_of
+from hopper_attention.reference.kvcache import (
+    CacheRows,
+    Places,
+    as_stored,
+    dequantized,
+    gather_rows,
+    gather_scales,
+    write_rows,
+)
 from hopper_attention.scores import NO_SCORES, Scores
 
 Results = tuple[Tensor, Tensor]
@@ -65,6 +75,8 @@ def serve_whole(
     way = find_way(call)
     if call.shape.has_new:
         tensors = append(call, tensors, way.backend)
+    elif call.hadamard:
+        tensors = tensors._replace(q=rotate_queries_alike(tensors.q))
     result, lse = PATHS[way.path](call, tensors, scores)
     return result if out is None else out.copy_(result), lse
 
@@ -135,11 +147,14 @@ def _append(
             q=None if rotation is None else t.q,
             cu_seqlens_q=t.cu_seqlens_q,
             per_query_position=call.rotates_each_query,
+            hadamard=call.hadamard,
         )
     except NotImplementedError:
         # Its way to say that it does not do this one.
         return append_in_pytorch(call, t, rotation)
-    return lengths, t.q if rotated is None else rotated
+    if rotated is None:
+        rotated = rotate_queries_alike(t.q) if call.hadamard else t.q
+    return lengths, rotated
 
 
 def append_in_pytorch(
@@ -157,14 +172,18 @@ def append_in_pytorch(
             sequence = sequence.clamp(max=shape.batch - 1)
             first = rotation.first(begin).long()[sequence]
             turned = rotation(rows, first + number if call.rotates_each_query else first)
+            turned = rotate_keys(turned) if call.hadamard else turned
             q = rounded(turned, q.dtype).view(q.shape)
+        elif call.hadamard:
+            q = rotate_queries_alike(q)
         if shape.total_new and shape.capacity:
-            _write(shape, tensors, rotation, begin)
+            _write(call, tensors, rotation, begin)
     return (begin + new).clamp(0, shape.capacity).int(), q
 
 
-def _write(shape: CacheShape, tensors: CacheTensors, rotation: Rotation | None, begin: Tensor) -> None:
+def _write(call: CacheCall, tensors: CacheTensors, rotation: Rotation | None, begin: Tensor) -> None:
     """The new tokens into the caches; ``begin`` are cache_seqlens."""
+    shape = call.shape
     k, v = _given(tensors.k), _given(tensors.v)
     sequence, number = tokens_of(k, tensors.cu_seqlens_k_new, shape.batch)
     is_token = sequence < shape.batch
@@ -176,12 +195,27 @@ def _write(shape: CacheShape, tensors: CacheTensors, rotation: Rotation | None, 
     k, v = (_as_rows(x, shape.is_packed_new) for x in (k, v))
     if rotation is not None:
         k = rotation(k, rotation.first(begin).long()[sequence] + number)
+    if call.hadamard:
+        k = rotate_keys(k)
     for cache, values, descale in (
         (tensors.k_cache, k, tensors.k_descale),
         (tensors.v_cache, v, tensors.v_descale),
     ):
-        stored = as_stored(values, cache.dtype, None if is_scaled else descale, sequence)
-        write_rows(cache, places, stored)
+        of_tokens = None
+        if not is_scaled and descale is not None:
+            of_tokens = _scales_of_tokens(shape, values, descale, places, sequence)
+        write_rows(cache, places, as_stored(values, cache.dtype, of_tokens))
+
+
+def _scales_of_tokens(
+    shape: CacheShape, values: Tensor, descale: Tensor, places: Places, sequence: Tensor
+) -> Tensor:
+    """(total, kv_heads), by which new tokens are divided. Those by token are their own, and written."""
+    if shape.scales == BY_TOKEN:
+        own = scales_of(values)
+        write_rows(descale, places, own)
+        return own
+    return descale[places.page, 0] if shape.scales == BY_PAGE else descale[sequence]
 
 
 def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
@@ -281,18 +315,23 @@ def _keys_and_values(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor, 
         k, v = (x.new_empty((0, *x.shape[2:]), dtype=shape.out_dtype) for x in caches)
         return k, v, 0
     room, first = shape.capacity, None
+    rows = _rows_of(shape, tensors)
     if shape.is_paged or shape.has_batch_idx or shape.has_leftpad:
         room = shape.seqlen_k
         if tensors.cache_leftpad is not None:
             first = _first_rows(shape, tensors)
-        rows = _rows_of(shape, tensors)
         k, v = (gather_rows(x, rows, shape.batch, room, first) for x in caches)
     else:
         k, v = caches
     if shape.is_fp8_cache:
         room = shape.seqlen_k
-        k = dequantized(k[:, :room], tensors.k_descale, shape.out_dtype)
-        v = dequantized(v[:, :room], tensors.v_descale, shape.out_dtype)
+        descales: list[Tensor | None] = [tensors.k_descale, tensors.v_descale]
+        if shape.has_scales_of_rows:
+            descales = [gather_scales(_given(x), rows, shape.batch, room, first) for x in descales]
+        k, v = (
+            dequantized(x[:, :room], descale, shape.out_dtype)
+            for x, descale in zip((k, v), descales, strict=True)
+        )
     return k.flatten(0, 1), v.flatten(0, 1), room
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,7 @@ def append_to_cache(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     rotation: Rotation | None = None,
+    mix: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Write new tokens into a cache and return the lengths that it then has, int32 (batch,).
 
@@ -68,8 +70,10 @@ def append_to_cache(
         k_cache, v_cache: (entries, capacity, kv_heads, ...), or (pages, page_size, ...) with ``page_table`` int32
             (entries, pages of a sequence). Written at position cache_seqlens[b] + i of entry cache_batch_idx[b], or b.
             What there is no room or no page for is not written. A left padding is part of cache_seqlens.
-        k_descale, v_descale: float32 (batch, kv_heads), by which 16-bit tokens are divided for a cache of e4m3.
+        k_descale, v_descale: by which 16-bit tokens are divided for a cache of e4m3, float32 (batch, kv_heads), or
+            (pages, 1, kv_heads) by page. Of (pages, page_size, kv_heads) it is each token's own, which is written.
         rotation: of K.
+        mix: of K behind that, rows (rows, kv_heads, head_dim) to such of float32.
     """
     batch = cache_seqlens.shape[0]
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
@@ -79,15 +83,31 @@ def append_to_cache(
     rows_k, rows_v = (_rows(x, cu_seqlens_k_new)[kept] for x in (k, v))
     if rotation is not None:
         rows_k = rotation(rows_k, rotation.first(cache_seqlens).long()[sequence] + number)
+    rows_k = rows_k if mix is None else mix(rows_k)
     position = cache_seqlens.long()[sequence] + number
     page, slot = _place(position, sequence, k_cache, cache_batch_idx, page_table)
     kept = page >= 0
-    for rows, cache, descale in ((rows_k, k_cache, k_descale), (rows_v, v_cache, v_descale)):
+    page, slot, sequence = page[kept], slot[kept], sequence[kept]
+    for rows, cache, descale in ((rows_k[kept], k_cache, k_descale), (rows_v[kept], v_cache, v_descale)):
         if descale is not None:
-            rows = rows.float() / descale[sequence].unsqueeze(-1)
-        _bytes_of(cache)[page[kept], slot[kept]] = _bytes_of(rounded(rows[kept], cache.dtype))
+            of_rows = _scales_of_rows(rows, cache, descale, (sequence, page, slot))
+            rows = divided(rows, of_rows)
+        _bytes_of(cache)[page, slot] = _bytes_of(rounded(rows, cache.dtype))
     new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.long().diff().clamp(min=0)
     return (cache_seqlens.long() + new).clamp(0, capacity).int()
+
+
+def _scales_of_rows(
+    rows: Tensor, cache: Tensor, descale: Tensor, places: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """(rows, kv_heads), for ``places`` of each row: sequence, page and row in it. Those by token are written."""
+    sequence, page, slot = places
+    if descale.dim() == 2:
+        return descale[sequence]
+    if descale.shape[1] == cache.shape[1]:
+        descale[page, slot] = scales_of(rows)
+        return descale[page, slot]
+    return descale[page, 0]
 
 
 def rotate_queries(
@@ -149,6 +169,17 @@ def _place(
         page = torch.full_like(position, -1)
         page[exists] = page_table.long()[entry[exists], position[exists] // page_size]
     return page.where(exists & (page < pages), -1), slot
+
+
+def scales_of(x: Tensor) -> Tensor:
+    """By which tokens x (total, heads, columns) are divided for e4m3, float32 (total, heads): the largest number of a
+    token and head becomes that of e4m3. NaN are passed over."""
+    return x.float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1) / LARGEST_E4M3
+
+
+def divided(x: Tensor, scales: Tensor) -> Tensor:
+    """x (total, heads, columns) by scales (total, heads), float32; zeros by a scale of 0."""
+    return torch.where(scales[..., None] == 0.0, 0.0, x.float() / scales[..., None])
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

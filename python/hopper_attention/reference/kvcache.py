@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention.checks import FP8_DTYPE
-from hopper_attention.reference.append import rounded
+from hopper_attention.reference.append import divided, rounded
 
 
 class Places(NamedTuple):
@@ -61,12 +61,17 @@ class CacheRows:
         return Places(page.clamp(0, self.pages - 1), row, is_inside)
 
 
-def as_stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None, sequence: Tensor) -> Tensor:
+def as_stored(x: Tensor, dtype: torch.dtype, descale: Tensor | None) -> Tensor:
     """New tokens (total, kv_heads, columns) as a cache of ``dtype`` holds them: divided by their descale, rounded once.
 
-    ``descale`` is float32 (batch, kv_heads), or None for ones; ``sequence`` is that of each token.
+    ``descale`` is float32 (total, kv_heads), or None for ones.
     """
-    return rounded(x if descale is None else x.float() / descale[sequence][:, :, None], dtype)
+    return rounded(x if descale is None else divided(x, descale), dtype)
+
+
+def gather_scales(descale: Tensor, rows: CacheRows, batch: int, seqlen: int, first: Tensor | None) -> Tensor:
+    """(batch, seqlen, kv_heads): of the rows that ``gather_rows`` copies, from (pages, page_size or 1, kv_heads)."""
+    return gather_rows(descale.expand(-1, rows.page_size, -1), rows, batch, seqlen, first)
 
 
 def write_rows(cache: Tensor, places: Places, values: Tensor) -> None:
@@ -81,7 +86,8 @@ def write_rows(cache: Tensor, places: Places, values: Tensor) -> None:
     page, row = (torch.where(is_inside, x, x.index_select(0, first)) for x in (places.page, places.row))
     at_first = places.page.index_select(0, first), places.row.index_select(0, first)
     instead = torch.where(is_inside.any(), values.index_select(0, first), store[at_first])
-    store.index_put_((page, row), torch.where(is_inside[:, None, None], values, instead))
+    is_value = is_inside.view(-1, *[1] * (values.dim() - 1))
+    store.index_put_((page, row), torch.where(is_value, values, instead))
 
 
 def gather_rows(cache: Tensor, rows: CacheRows, batch: int, seqlen: int, first: Tensor | None) -> Tensor:
@@ -101,6 +107,9 @@ def gather_rows(cache: Tensor, rows: CacheRows, batch: int, seqlen: int, first: 
 
 
 def dequantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """e4m3 x (batch, seqlen, heads, columns) times float32 (batch, heads), or ones, rounded once to ``dtype``."""
+    """e4m3 x (batch, seqlen, heads, columns) times float32 (batch, heads) or (batch, seqlen, heads), or ones, rounded
+    once to ``dtype``."""
     x = x.float()
-    return (x if descale is None else x * descale[:, None, :, None]).to(dtype)
+    if descale is not None:
+        x = x * (descale[:, None, :, None] if descale.dim() == 2 else descale[..., None])
+    return x.to(dtype)
