@@ -471,6 +471,22 @@ def error_of(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "timeout": (20.0, 30.0),
+    "memory": ("auto", "least"),
+    "return_lse": (False, True),
+    "deterministic": (False, True),
+    "backend": (None, "reference"),
+    "softmax_scale": (0.5, 0.25),
+    "softcap": (0.0, 2.0),
+    "layout": ("zigzag", "contiguous"),
+    "method": ("ring", "all_gather"),
+    "quantization": (Fp8Quantization(granularity="head"), Fp8Quantization()),
+    "cu_seqlens": ((0, 4), (0, 5)),
+}
+"""Arguments of rank 0 and of rank 1."""
+
+
 def disagree(about: str) -> str:
     """What a rank is told where rank 1 calls with something else."""
     odd = dist.get_rank() == 1
@@ -481,8 +497,26 @@ def disagree(about: str) -> str:
         options["causal"] = odd
     if about == "sinks":
         options["sinks"] = torch.zeros(2) if odd else None
+    if about == "gradient of sinks":
+        options["sinks"] = torch.zeros(2, requires_grad=odd)
+    if about in DIFFERENT:
+        options[about] = DIFFERENT[about][odd]
     x = torch.zeros(1, rows, 2, 16, dtype=DTYPE)
-    return error_of(lambda: context_parallel_attention(x, x, x, groups()[2], method="ring", **options))
+    if about == "cu_seqlens":
+        x = x[0]
+    options = {"method": "ring"} | options
+    return error_of(lambda: context_parallel_attention(x, x, x, groups()[2], **options))
+
+
+def check_or_not(number: int) -> str:
+    """What rank 0, which checks, is told where rank 1 does not; rank 1 goes on until it has waited in vain."""
+    odd, x = dist.get_rank() == 1, torch.zeros(1, 8, 2, 16, dtype=DTYPE)
+    group = dist.new_group([0, 1], timedelta(seconds=30), use_local_synchronization=True)
+    # Both calls before are harmless: nobody is asked what was agreed on, nor told it twice.
+    for check in ("first", "first" if odd else "never")[:number]:
+        context_parallel_attention(x, x, x, group, method="ring", check=check, timeout=0.5)
+    options = {"method": "ring", "causal": True, "timeout": 0.5, "check": "never" if odd else "first"}
+    return error_of(lambda: context_parallel_attention(x, x, x, group, **options))
 
 
 def stay_away(method: str, check: str) -> str:
@@ -499,7 +533,7 @@ def stay_away(method: str, check: str) -> str:
 def die() -> str:
     """Rank 1 ends after a first call: what rank 0 is told in the next."""
     x, call = torch.zeros(1, 4, 2, 16, dtype=DTYPE), context_parallel_attention
-    call(x, x, x, groups()[2], method="ring")
+    call(x, x, x, groups()[2], method="ring", timeout=20.0)
     if dist.get_rank() == 1:
         # What it sent has arrived by then.
         time.sleep(0.2)

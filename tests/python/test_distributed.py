@@ -19,7 +19,7 @@ from hopper_attention.distributed.layout import positions_of, shard
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.quantized import Fp8Quantization
 from hopper_attention.reference import attention_naive
-from tests.python.distributed_ranks import MESHES, Case, Pool, members
+from tests.python.distributed_ranks import DIFFERENT, MESHES, Case, Pool, members
 
 ODD = (0, 1, 6, 23, 23, 24, 41)
 BUDGET = 2e-3
@@ -300,8 +300,30 @@ def test_ranks_that_disagree_are_told_who_and_in_what(pool: Pool) -> None:
     assert "[1, 12, 2, 16] on rank 1 and [1, 8, 2, 16] on rank 0" in second
     assert "the window, with causal," in pool(2, "disagree", "causal")[0]
     assert "whether there are sinks is False on rank 0 and True on rank 1" in pool(2, "disagree", "sinks")[0]
+    told = pool(2, "disagree", "gradient of sinks")[0]
+    assert "whether a gradient is wanted is False on rank 0 and True on rank 1" in told
+    for name, (here, there) in DIFFERENT.items():
+        of_ranks = pool(2, "disagree", name)
+        if name in ("quantization", "cu_seqlens"):
+            assert all(told.startswith(f"DisagreementError: {name}") for told in of_ranks)
+            continue
+        assert of_ranks[0].startswith(
+            f"DisagreementError: {name} is {here!r} on rank 0 and {there!r} on rank 1,"
+        )
+        assert of_ranks[1].startswith(
+            f"DisagreementError: {name} is {there!r} on rank 1 and {here!r} on rank 0,"
+        )
     # And after that the same ranks can go on.
     assert all(pool(2, "round_trip", 2, "zigzag"))
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 2])
+def test_a_rank_that_checks_is_told_of_one_that_does_not(pool: Pool, calls_before: int) -> None:
+    told, other = pool(2, "check_or_not", calls_before)
+    assert told.startswith(
+        "DisagreementError: check is 'first' on rank 0 and 'never' on rank 1, allowed: the same"
+    )
+    assert other.startswith("PeerError: rank 1 waited in vain to")
 
 
 def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
