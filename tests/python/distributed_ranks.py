@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,6 @@ from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.pushed import PushedExchange, bytes_for
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.launch import copies
-from hopper_attention.quantized import Fp8Quantization
 from tests.python.file_memory import FileMemory, copies_by_torch
 
 WORLD = 8
@@ -471,75 +471,6 @@ def error_of(call: Callable[[], Any]) -> str:
     return "nothing was raised"
 
 
-def disagree(about: str) -> str:
-    """What a rank is told where rank 1 calls with something else."""
-    odd = dist.get_rank() == 1
-    rows, options = 8, {"timeout": 20.0}
-    if about == "shape":
-        rows = 12 if odd else 8
-    if about == "causal":
-        options["causal"] = odd
-    if about == "sinks":
-        options["sinks"] = torch.zeros(2) if odd else None
-    x = torch.zeros(1, rows, 2, 16, dtype=DTYPE)
-    return error_of(lambda: context_parallel_attention(x, x, x, groups()[2], method="ring", **options))
-
-
-def stay_away(method: str, check: str) -> str:
-    """Rank 1 of a new group does not call: what rank 0 is told, and how soon."""
-    group = dist.new_group([0, 1], timedelta(seconds=30))
-    if dist.get_rank() != 0:
-        return ""
-    x, call = torch.zeros(1, 4, 2, 16, dtype=DTYPE), context_parallel_attention
-    began = time.monotonic()
-    told = error_of(lambda: call(x, x, x, group, method=method, check=check, timeout=0.3))
-    return told if time.monotonic() - began < 10 else "it took too long"
-
-
-def die() -> str:
-    """Rank 1 ends after a first call: what rank 0 is told in the next."""
-    x, call = torch.zeros(1, 4, 2, 16, dtype=DTYPE), context_parallel_attention
-    call(x, x, x, groups()[2], method="ring")
-    if dist.get_rank() == 1:
-        # What it sent has arrived by then.
-        time.sleep(0.2)
-        os._exit(1)
-    return error_of(lambda: call(x, x, x, groups()[2], method="ring", timeout=20.0))
-
-
-def refuse(what: str) -> str:
-    """What a call is refused with, before anything is sent."""
-    x = torch.zeros(1, 8, 4, 16, dtype=DTYPE)
-    mesh, fp8 = groups()[2], Fp8Quantization()
-    odd, many = torch.zeros(1, 7, 4, 16, dtype=DTYPE), torch.zeros(1, 8, 3, 16, dtype=DTYPE)
-    calls: dict[str, Callable[[], Any]] = {
-        "rows": lambda: context_parallel_attention(odd, odd, odd, mesh),
-        "heads": lambda: context_parallel_attention(many, many, many, mesh, method="ulysses"),
-        "method": lambda: context_parallel_attention(x, x, x, mesh, method="sing"),
-        "mesh": lambda: context_parallel_attention(x, x, x, mesh, method="mesh"),
-        "documents": lambda: context_parallel_attention(x[0], x[0], x[0], mesh, cu_seqlens=(0, 9, 17)),
-        "packed": lambda: context_parallel_attention(x, x, x, mesh, cu_seqlens=(0, 16)),
-        "fp8 window": lambda: context_parallel_attention(
-            x, x, x, mesh, quantization=fp8, window_size=(3, 0), method="ring"
-        ),
-        "fp8 gradient": lambda: context_parallel_attention(
-            x.clone().requires_grad_(), x, x, mesh, quantization=fp8
-        ),
-        "fp8 mean": lambda: context_parallel_attention(
-            x, x, x, mesh, quantization=Fp8Quantization(smooth_k=True)
-        ),
-        "fp8 lengths": lambda: context_parallel_attention(
-            x, x.repeat(1, 3, 1, 1), x.repeat(1, 3, 1, 1), mesh, quantization=fp8, causal=True
-        ),
-        "timeout": lambda: context_parallel_attention(x, x, x, mesh, timeout=-1.0),
-        "memory": lambda: context_parallel_attention(x, x, x, mesh, memory="little"),
-        "memory of heads": lambda: context_parallel_attention(
-            x, x, x, mesh, method="ulysses", memory="least"
-        ),
-    }
-    return error_of(calls[what])
-
-
 def serve(rank: int, world: int, backend: str, store: str, connection: Connection) -> None:
     """A process of the pool: calls functions of this file until there is no more."""
     torch.set_num_threads(1)
@@ -553,7 +484,9 @@ def serve(rank: int, world: int, backend: str, store: str, connection: Connectio
     while (task := connection.recv()) is not None:
         name, arguments = task
         try:
-            connection.send((True, globals()[name](*arguments)))
+            *module, function = name.rpartition(".")
+            found = import_module(f"tests.python.{module[0]}") if module[0] else sys.modules[__name__]
+            connection.send((True, getattr(found, function)(*arguments)))
         except Exception as error:
             connection.send((False, repr(error)))
 
@@ -576,7 +509,8 @@ class Pool:
             process.start()
 
     def __call__(self, count: int, name: str, *arguments: Any) -> list[Any]:
-        """What the first ``count`` ranks return from a function of this file, called in all at once."""
+        """What the first ``count`` ranks return from a function of this file, called in all at once; with the name of
+        another file of this folder before its own, of that."""
         for connection in self.connections[:count]:
             connection.send((name, arguments))
         answers = []

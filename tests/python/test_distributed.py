@@ -19,6 +19,7 @@ from hopper_attention.distributed.layout import positions_of, shard
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.quantized import Fp8Quantization
 from hopper_attention.reference import attention_naive
+from tests.python.distributed_errors import DIFFERENT
 from tests.python.distributed_ranks import MESHES, Case, Pool, members
 
 ODD = (0, 1, 6, 23, 23, 24, 41)
@@ -293,24 +294,47 @@ def test_sequences_are_cut_and_put_together(pool: Pool, ranks: int | str, layout
 
 
 def test_ranks_that_disagree_are_told_who_and_in_what(pool: Pool) -> None:
-    first, second = pool(2, "disagree", "shape")
+    first, second = pool(2, "distributed_errors.disagree", "shape")
     assert first.startswith(
         "DisagreementError: the shape of q is [1, 8, 2, 16] on rank 0 and [1, 12, 2, 16] on rank 1"
     )
     assert "[1, 12, 2, 16] on rank 1 and [1, 8, 2, 16] on rank 0" in second
-    assert "the window, with causal," in pool(2, "disagree", "causal")[0]
-    assert "whether there are sinks is False on rank 0 and True on rank 1" in pool(2, "disagree", "sinks")[0]
+    assert "the window, with causal," in pool(2, "distributed_errors.disagree", "causal")[0]
+    told = pool(2, "distributed_errors.disagree", "sinks")[0]
+    assert "whether there are sinks is False on rank 0 and True on rank 1" in told
+    told = pool(2, "distributed_errors.disagree", "gradient of sinks")[0]
+    assert "whether a gradient is wanted is False on rank 0 and True on rank 1" in told
+    for name, (here, there) in DIFFERENT.items():
+        of_ranks = pool(2, "distributed_errors.disagree", name)
+        if name in ("quantization", "cu_seqlens"):
+            assert all(told.startswith(f"DisagreementError: {name}") for told in of_ranks)
+            continue
+        assert of_ranks[0].startswith(
+            f"DisagreementError: {name} is {here!r} on rank 0 and {there!r} on rank 1,"
+        )
+        assert of_ranks[1].startswith(
+            f"DisagreementError: {name} is {there!r} on rank 1 and {here!r} on rank 0,"
+        )
     # And after that the same ranks can go on.
     assert all(pool(2, "round_trip", 2, "zigzag"))
 
 
+@pytest.mark.parametrize("calls_before", [0, 1, 2])
+def test_a_rank_that_checks_is_told_of_one_that_does_not(pool: Pool, calls_before: int) -> None:
+    told, other = pool(2, "distributed_errors.check_or_not", calls_before)
+    assert told.startswith(
+        "DisagreementError: check is 'first' on rank 0 and 'never' on rank 1, allowed: the same"
+    )
+    assert other.startswith("PeerError: rank 1 waited in vain to")
+
+
 def test_a_rank_that_does_not_come_is_named(pool: Pool) -> None:
-    told, *_ = pool(8, "stay_away", "ring", "first")
+    told, *_ = pool(8, "distributed_errors.stay_away", "ring", "first")
     assert told.startswith("PeerError: rank 0 waited in vain for rank 1 to call attention")
     # Where calls are not checked, the transfer has to time out.
-    told, *_ = pool(8, "stay_away", "ring", "never")
+    told, *_ = pool(8, "distributed_errors.stay_away", "ring", "never")
     assert told.startswith("PeerError: rank 0 waited in vain to send K and V to rank 1")
-    told, *_ = pool(8, "stay_away", "ulysses", "never")
+    told, *_ = pool(8, "distributed_errors.stay_away", "ulysses", "never")
     assert told.startswith("PeerError: rank 0 waited in vain to exchange heads with all ranks")
 
 
@@ -318,7 +342,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     ranks = Pool(tmp_path, 2)
     survivor, dying = ranks.connections
     for connection in (survivor, dying):
-        connection.send(("die", ()))
+        connection.send(("distributed_errors.die", ()))
     assert survivor.poll(60)
     is_right, told = survivor.recv()
     assert is_right and told.startswith("PeerError: rank 0 waited in vain to ") and "rank 1" in told
@@ -348,7 +372,7 @@ REFUSALS = {
 
 def test_bad_calls_are_refused_before_anything_is_sent(pool: Pool) -> None:
     for what, message in REFUSALS.items():
-        told, _ = pool(2, "refuse", what)
+        told, _ = pool(2, "distributed_errors.refuse", what)
         assert told.startswith(message), (what, told)
 
 

@@ -135,7 +135,8 @@ def context_parallel_attention(
         timeout: seconds that a wait for other ranks may take before it raises ``PeerError`` and names them; on a GPU
             the host then waits for each transfer. 0: the group's own time-out, without such waits.
         check: "first": when a call differs from those before, ranks tell each other its shapes and options and raise
-            where they differ. "never": they do not, for calls known to be right, on a group that was in use before.
+            where they differ. "never": a rank tells the others and does not wait for what they say, for calls known to
+            be right, on a group that was in use before.
         memory: "auto": short shards are exchanged in the fastest way. "least": a ring that holds no more on a rank than
             two shards of K and V and the output, and dQ, dK and dV, at any length, some heads after the other; where
             there are too few heads for that, as little as it can. Not with other methods than "ring" and "auto".

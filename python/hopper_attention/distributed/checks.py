@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hopper_attention.distributed.exchange import Ranks
-from hopper_attention.distributed.store import tell_each_other
+from hopper_attention.distributed.store import tell, tell_each_other
 
 FIRST, NEVER = "first", "never"
 CHECKS = (FIRST, NEVER)
@@ -51,40 +51,57 @@ def _short(values: tuple[int, ...]) -> str:
     return str(values) if len(values) <= 8 else f"({', '.join(map(str, values[:8]))}, ...)"
 
 
+class Known(NamedTuple):
+    """Signatures of calls on a group.
+
+    Attributes:
+        agreed: on which all ranks have.
+        told: which this rank has told the others without waiting for an answer.
+    """
+
+    agreed: set[Signature]
+    told: set[Signature]
+
+
 @lru_cache(maxsize=64)
-def _seen_by(group: dist.ProcessGroup) -> set[Signature]:
-    """Which signatures a group has agreed on."""
-    return set()
+def _known_to(group: dist.ProcessGroup) -> Known:
+    return Known(set(), set())
 
 
 def note_agreement(ranks: Ranks) -> None:
     """Note that a group still makes calls on which it has agreed, so that none of its ranks forgets them sooner."""
-    _seen_by(ranks.group)
+    _known_to(ranks.group)
 
 
-def check_agreement(ranks: Ranks, names: tuple[str, ...], values: Signature, device: torch.device) -> None:
-    """Raise unless all ranks of a group call with the same ``values``, which ``names`` names.
+def check_agreement(ranks: Ranks, said: dict[str, Any], check: str, device: torch.device) -> None:
+    """Raise unless all ranks of a group call with the same values of what ``said`` names, and with the same ``check``.
 
     Ranks tell each other through the store of the group, once for each new set of values: nothing is launched, and no
-    GPU is waited for. Later calls with the same values cost a look-up.
+    GPU is waited for. Later calls with the same values cost a look-up. A rank that is not to check tells the others
+    all the same, and goes on: one that does check learns what it differs in, and does not wait for it in vain.
 
     Raises:
         DisagreementError: they do not; it says which rank differs in what.
         PeerError: a rank did not make the call in time; it names the ranks.
     """
-    seen = _seen_by(ranks.group)
-    if values in seen or ranks.size == 1:
+    signature, known = tuple(said.values()), _known_to(ranks.group)
+    if ranks.size == 1 or signature in known.agreed or (check == NEVER and signature in known.told):
         return
-    told = tell_each_other(ranks, values, "call attention with new shapes or options")
-    mine = json.loads(json.dumps(values))
+    said = said | {"check": check}
+    if check == NEVER:
+        tell(ranks, said)
+        known.told.add(signature)
+        return
+    told = tell_each_other(ranks, said, "call attention with new shapes or options")
+    mine = json.loads(json.dumps(said))
     for rank, theirs in enumerate(told):
-        for name, here, there in zip(names, mine, theirs, strict=True):
-            if here != there:
+        for name in mine:
+            if mine[name] != theirs[name]:
                 raise DisagreementError(
-                    f"{name} is {here} on {ranks.name(ranks.rank)} and {there} on {ranks.name(rank)}, allowed: the "
-                    "same on all ranks of a group"
+                    f"{name} is {mine[name]!r} on {ranks.name(ranks.rank)} and {theirs[name]!r} on {ranks.name(rank)}, "
+                    "allowed: the same on all ranks of a group"
                 )
-    if not seen and device.type == "cuda":
+    if not known.agreed and device.type == "cuda":
         # NCCL wants all ranks in the first call on a group, and a window leaves some out.
         dist.all_reduce(torch.zeros(1, device=device), group=ranks.group)
-    seen.add(values)
+    known.agreed.add(signature)

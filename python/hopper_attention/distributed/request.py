@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hopper_attention import checks
 from hopper_attention.api import Window
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, TensorSpec
+from hopper_attention.device_memory import is_capturing
 from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.auto import AUTO, MESH, METHODS, RING, ULYSSES, Sizes
 from hopper_attention.distributed.checks import CHECKS, FIRST, check_agreement, read_documents
@@ -202,25 +204,28 @@ def _check_agreement(
     call: Call,
     o: Options,
 ) -> None:
-    if o.check != FIRST:
-        return
     q, k, v = tensors
+    given = tensors if sinks is None else (*tensors, sinks)
     said: dict[str, Any] = {
-        "the shape of q": list(q.shape),
-        "the shape of k": list(k.shape),
-        "the shape of v": list(v.shape),
+        "the shape of q": tuple(q.shape),
+        "the shape of k": tuple(k.shape),
+        "the shape of v": tuple(v.shape),
         "the dtype of q": str(q.dtype),
         "whether there are sinks": sinks is not None,
-        "whether a gradient is wanted": needs_gradient(q, k, v),
+        "whether a gradient is wanted": needs_gradient(*given),
         "method": o.method,
         "memory": o.memory,
         "layout": o.layout,
-        "the window, with causal,": [problem.left, problem.right],
+        "the window, with causal,": (problem.left, problem.right),
         "softmax_scale": call.softmax_scale,
         "softcap": call.softcap,
         "quantization": str(o.quantization),
         "return_lse": o.return_lse,
         "cu_seqlens, as a hash,": hash(problem.documents),
+        "deterministic": call.deterministic or torch.are_deterministic_algorithms_enabled(),
+        "backend": call.backend,
+        # Heads go by messages where there is one, and where a graph is captured.
+        "timeout": float(o.timeout),
+        "whether a CUDA graph is captured": is_capturing(q.device),
     }
-    values = tuple(tuple(x) if isinstance(x, list) else x for x in said.values())
-    check_agreement(ranks, tuple(said), values, q.device)
+    check_agreement(ranks, said, o.check, q.device)

@@ -24,6 +24,16 @@ def _numbers_of(group: dist.ProcessGroup) -> Iterator[int]:
     return count()
 
 
+def _key(number: int, rank: int) -> str:
+    return f"hopper_attention/{number}/{rank}"
+
+
+def tell(ranks: Ranks, said: Any) -> None:
+    """Say what the others find in a ``tell_each_other`` that they make in place of this, and wait for nobody."""
+    store, number = _get_process_group_store(ranks.group), next(_numbers_of(ranks.group))
+    store.set(_key(number, ranks.rank), json.dumps(said))
+
+
 def tell_each_other(ranks: Ranks, said: Any, doing: str) -> list[Any]:
     """What all ranks say, in their order, as JSON has it. All call in the same order.
 
@@ -34,7 +44,7 @@ def tell_each_other(ranks: Ranks, said: Any, doing: str) -> list[Any]:
         PeerError: a rank said nothing in time; it names the ranks.
     """
     store, number = _get_process_group_store(ranks.group), next(_numbers_of(ranks.group))
-    keys = [f"hopper_attention/{number}/{rank}" for rank in range(ranks.size)]
+    keys = [_key(number, rank) for rank in range(ranks.size)]
     store.set(keys[ranks.rank], json.dumps(said))
     try:
         store.wait(keys, timedelta(seconds=ranks.timeout or AGREEMENT_TIMEOUT_S))
@@ -42,6 +52,6 @@ def tell_each_other(ranks: Ranks, said: Any, doing: str) -> list[Any]:
         missing = [ranks.name(r) for r, key in enumerate(keys) if not store.check([key])]
         raise PeerError(
             f"{ranks.name(ranks.rank)} waited in vain for {', '.join(missing)} to {doing}: all ranks of a group make "
-            "the same calls in the same order"
+            "the same calls in the same order, and one that made a call before with others says nothing"
         ) from error
     return [json.loads(store.get(key)) for key in keys]
