@@ -55,6 +55,26 @@ def multiply_add_halves(a: Int32, b: Int32, c: Int32) -> Int32:
     )
 
 
+def subtract_halves(a: Int32, b: Int32) -> Int32:
+    """a - b of pairs of float16 in words."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a, b, k; mov.b32 a, {$r0}; mov.b32 b, {$r1}; mov.b32 k, 0xbc00bc00; "
+        "fma.rn.f16x2 {$w0}, b, k, a; }",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
+
+
+def positive_difference_of_halves(a: Int32, b: Int32) -> Int32:
+    """a - b of pairs of float16 in words where that is positive, else 0; NaN stays NaN."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a, b, k; mov.b32 a, {$r0}; mov.b32 b, {$r1}; mov.b32 k, 0xbc00bc00; "
+        "fma.rn.relu.f16x2 {$w0}, b, k, a; }",
+        write_only_types=[Int32],
+        read_only_args=[a, b],
+    )
+
+
 def tanh_approx(x: Float32) -> Float32:
     """By one instruction, with a relative error of 2^-11."""
     return cute.arch.inline_ptx(

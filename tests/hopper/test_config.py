@@ -150,8 +150,8 @@ def test_what_a_softmax_that_lags_needs_is_named():
             {"warp_specialized": False, "registers": Registers(168, 0)},
             "warp_specialized is False, allowed with softmax 'lagging': True",
         ),
-        ({"late_rescale": True}, "late_rescale is True, allowed with softmax 'lagging': False"),
-        ({"two_level": True}, "two_level is True, allowed with softmax 'lagging': False"),
+        ({"late_rescale": False}, "late_rescale is False, allowed with softmax 'lagging': True"),
+        ({"two_level": True}, "late_rescale is True, allowed with two_level: False"),
         ({"polynomial_pairs": 8}, "polynomial_pairs is 8, allowed with softmax 'lagging': 0 to 7"),
     ):
         with pytest.raises(ValueError, match=message):

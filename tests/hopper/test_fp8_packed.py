@@ -36,7 +36,7 @@ def config_of(causal: bool, softmax: Softmax, window: bool = False) -> Fp8Forwar
     config = select_fp8_forward_config(
         DIM, DIM, causal, "bfloat16", 4 * TILE, TILE, window=window, layout="varlen"
     )
-    small = {"tile_m": TILE, "ping_pong": False, "late_rescale": False, "registers": Registers(256, 24)}
+    small = {"tile_m": TILE, "ping_pong": False, "late_rescale": True, "registers": Registers(256, 24)}
     config = replace(config, **small, softmax=softmax, polynomial_pairs=3)
     validate_forward_config(config)
     return config

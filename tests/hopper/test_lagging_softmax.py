@@ -45,7 +45,7 @@ LOUD = 40.0
 
 def config_of(causal: bool = False, lagging: bool = True, pairs: int = PAIRS) -> Fp8ForwardConfig:
     config = select_fp8_forward_config(DIM, DIM, causal, "bfloat16", 4 * TILE, TILE)
-    small = {"tile_m": TILE, "ping_pong": False, "late_rescale": False, "registers": Registers(256, 24)}
+    small = {"tile_m": TILE, "ping_pong": False, "late_rescale": True, "registers": Registers(256, 24)}
     softmax = Softmax.LAGGING if lagging else Softmax.EXACT
     config = replace(config, **small, softmax=softmax, polynomial_pairs=pairs)
     validate_forward_config(config)

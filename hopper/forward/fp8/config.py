@@ -130,9 +130,10 @@ class Fp8ForwardConfig(ForwardConfig):
 
 
 def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
-    """P V of a block is awaited in that block, as the softmax may multiply O."""
+    """P V of a block is awaited in that block, as the softmax may multiply O; what it does not, is done under the next
+    Q K^T."""
     softmax = f"softmax {config.softmax.value!r}"
-    required = {"pipelined": True, "warp_specialized": True, "late_rescale": False, "two_level": False}
+    required = {"pipelined": True, "warp_specialized": True, "late_rescale": True, "two_level": False}
     for name, value in required.items():
         if getattr(config, name) is not value:
             raise ValueError(f"{name} is {not value}, allowed with {softmax}: {value}")

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
@@ -73,6 +73,7 @@ class LaggingConsumer(Consumer):
         self.pipes.k.consumer_wait(k_state)
         self.ping_pong.take_turn()
         issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
+        self.output.enter_product()
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
         self.softmax.enter_block(consumer_slot(k_state))
@@ -80,24 +81,29 @@ class LaggingConsumer(Consumer):
         self._scores_have_come(k_state)
         scores.finish(acc_S, n_block, is_masked)
         self.softmax.begin_scores(acc_S, n_block)
-        self.softmax.exponentiate_by_stale_maximum(acc_S, 0)
+        early, late = self._rows_around_wait()
+        for r in cutlass.range_constexpr(len(early)):
+            self.softmax.exponentiate_by_stale_maximum(acc_S, early[r])
+        suffices = self.softmax.maximum_suffices(early)
         self.pipes.v.consumer_wait(k_state)
         self.output.wait(self.tOrP, v_state.index)
         self.pipes.v.consumer_release(v_state)
-        self.softmax.store_P(self.tOrP, acc_S, 0)
-        self.softmax.exponentiate_by_stale_maximum(acc_S, 1)
-        self.softmax.store_P(self.tOrP, acc_S, 1)
-        if self.softmax.maximum_suffices():
+        for r in cutlass.range_constexpr(len(early)):
+            self.softmax.store_P(self.tOrP, acc_S, early[r])
+        if const_expr(len(late) > 0):
+            self.softmax.exponentiate_by_stale_maximum(acc_S, late[0])
+            self.softmax.store_P(self.tOrP, acc_S, late[0])
+            suffices = suffices & self.softmax.maximum_suffices(late)
+        if suffices:
             self.softmax.add_totals()
         else:
-            if self.softmax.is_unfinished():
-                self.softmax.finish_wary(self.output.acc)
-            is_done = self.softmax.maximum_suffices()
-            if is_done:
-                self.softmax.add_totals()
-            else:
-                self._recover(acc_S, n_block, k_state)
+            self._recover(acc_S, n_block, k_state)
         self._leave_block(k_state)
+
+    def _rows_around_wait(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which of a thread's rows have their exponentials before the wait for P V, and which behind it: with two
+        warpgroups there are registers for both beside a P that is still multiplied."""
+        return ((0, 1), ()) if self.config.consumers <= 2 else ((0,), (1,))
 
     def _scores_have_come(self, k_state: PipelineState):
         """Behind Q K^T."""

@@ -26,15 +26,27 @@ def largest_bits(values: list) -> Int32:
 
 @cute.jit
 def row_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32) -> Float32:
-    """The largest score of row ``r`` over all its lanes, from what ``thread_maximum`` found.
+    """``row_maxima`` of one row."""
+    return row_maxima(acc_S, (r,), (of_thread,))[0]
 
-    A warp with a row that has no positive score takes the smallest unsigned bits of that row instead, in a branch.
+
+@cute.jit
+def row_maxima(acc_S: cute.Tensor, rows: cutlass.Constexpr[tuple[int, ...]], of_thread: tuple) -> list:
+    """The largest scores of some rows over all their lanes, from what ``thread_maximum`` found.
+
+    A warp with a row that has no positive score takes the smallest unsigned bits of each row instead, in a branch.
     """
-    top = over_lanes(of_thread, cutlass.max)
-    if cute.arch.vote_any_sync(top < 0):
-        of_negatives = over_lanes(reduce_by_threes(_bits_of_row(acc_S, r, Uint32), cutlass.min), cutlass.min)
-        top = Int32(of_negatives) if top < 0 else top
-    return _as_float(top)
+    tops = [over_lanes(of_thread[i], cutlass.max) for i in range(len(rows))]
+    has_negative = tops[0] < 0
+    for i in cutlass.range_constexpr(1, len(rows)):
+        has_negative = has_negative | (tops[i] < 0)
+    if cute.arch.vote_any_sync(has_negative):
+        for i in cutlass.range_constexpr(len(rows)):
+            of_negatives = over_lanes(
+                reduce_by_threes(_bits_of_row(acc_S, rows[i], Uint32), cutlass.min), cutlass.min
+            )
+            tops[i] = Int32(of_negatives) if tops[i] < 0 else tops[i]
+    return [_as_float(top) for top in tops]
 
 
 @cute.jit

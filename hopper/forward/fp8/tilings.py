@@ -17,8 +17,8 @@ from hopper.forward.tilings import PACKED_SEQLEN, Tiling, tiling
 
 exact = partial(tiling, late_rescale=True)
 eager = partial(exact, softmax=Softmax.EAGER, ping_pong=False)
-lagging = partial(tiling, softmax=Softmax.LAGGING, ping_pong=False, polynomial_pairs=3)
-half_scores = partial(tiling, softmax=Softmax.HALF_SCORES, ping_pong=False, polynomial_pairs=5)
+lagging = partial(exact, softmax=Softmax.LAGGING, ping_pong=False, polynomial_pairs=3)
+half_scores = partial(exact, softmax=Softmax.HALF_SCORES, ping_pong=False, polynomial_pairs=5)
 """Scores in float16 leave registers up to head_dim 128: for a third warpgroup, or for more keys."""
 
 two_level = partial(tiling, two_level=True)

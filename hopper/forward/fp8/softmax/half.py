@@ -17,7 +17,9 @@ from cute_kernels.fast_math import (
     pack,
     permute_bytes,
     pin,
+    positive_difference_of_halves,
     round_to_e4m3,
+    subtract_halves,
     unpack,
 )
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, words_of_pairs
@@ -39,7 +41,9 @@ from hopper.forward.fp8.operand_a import store_words_as_operand_a_e4m3
 from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes, reduce_by_threes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
+    FAR_EXPONENT,
     LEAST_MAXIMUM_EXPONENT,
+    WARY_EXPONENT,
     WARY_LIMIT,
     StaleMaximumSoftmax,
     octaves_over,
@@ -57,11 +61,26 @@ FARTHEST = 256.0
 NANS = 0x7FFF7FFF
 """A pair of NaN in float16."""
 
-WARY_LIMITS = int.from_bytes(2 * struct.pack(">e", WARY_LIMIT), "big")
-"""A pair of ``WARY_LIMIT``."""
+
+def pair_of(x: float) -> int:
+    """The word of two float16."""
+    return int.from_bytes(2 * struct.pack(">e", x), "big", signed=True)
+
+
+WARY_LIMITS, FAR_EXPONENTS = pair_of(WARY_LIMIT), pair_of(FAR_EXPONENT)
+"""Pairs of ``WARY_LIMIT`` and ``FAR_EXPONENT``."""
+
+CEILINGS, WARY_EXPONENTS = pair_of(CEILING), pair_of(float(WARY_EXPONENT))
+"""Likewise."""
+
+SIGNLESS, LAST_NEAR = 0x7FFF7FFF, pair_of(FARTHEST) - 0x00010001
+"""What leaves the signs of a pair out, and the pair of the last float16 below ``FARTHEST``."""
 
 LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632
 """Of two words, side by side."""
+
+BOTH_FROM = 0x1010, 0x3232
+"""A half of a word in both."""
 
 
 class HalfScoresSoftmax(StaleMaximumSoftmax):
@@ -132,6 +151,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def recover(self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, n_block: Int32):
         """Make P, ``row_sum`` and O right after a block that needs a new maximum."""
+        self.rescale_if_needed(acc_O)
         self._note_new_maximum(n_block)
         self.take_new_unit()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -199,7 +219,29 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         self.largest[0] = maximum_of_halves(*pairs)
         scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
         exponents = multiply_add_halves(self.largest[0], scales, offsets)
-        return larger_as_integers(exponents, Int32(WARY_LIMITS)) != Int32(WARY_LIMITS)
+        return _is_any_above(exponents, WARY_LIMITS)
+
+    @cute.jit
+    def _raise_maxima(self, acc_S: cute.Tensor, n_block: Int32):
+        """In float16, both rows in a word, unless an offset goes too far for that: the new one is the old one less what
+        the largest exponent is above ``WARY_EXPONENT``, or the nearest that is exact (``_place_shift``)."""
+        largest = over_lanes(self.largest[0], maximum_of_halves)
+        scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
+        exponents = multiply_add_halves(largest, scales, offsets)
+        rise = positive_difference_of_halves(exponents, Int32(WARY_EXPONENTS))
+        lowered = subtract_halves(offsets, rise)
+        distance = subtract_halves(Int32(CEILINGS), lowered)
+        lowered = subtract_halves(Int32(CEILINGS), distance)
+        if cute.arch.vote_any_sync(_is_any_above(lowered & Int32(SIGNLESS), LAST_NEAR)):
+            self._take_maxima(self._scaled_maxima(acc_S), n_block)
+        else:
+            wanted = unpack(lowered, Float16)
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                self.offset[r] = permute_bytes(lowered, lowered, BOTH_FROM[r])
+                before, self.shift[r] = self.shift[r], Float32(P_EXPONENT) - wanted[r]
+                self.row_scale[r] = exp2(before - self.shift[r])
+                self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+            self._note_rise(_is_any_above(exponents, FAR_EXPONENTS), n_block)
 
     @cute.jit
     def _scaled_maxima(self, acc_S: cute.Tensor) -> tuple[Float32, Float32]:
@@ -239,3 +281,8 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     def _sum_of_words(self, r: int) -> Float32:
         return sum_of_words([self.words[r, j] for j in range(self.words.shape[1])])
+
+
+def _is_any_above(pair: Int32, limits: int) -> Boolean:
+    """Whether a half of a pair of float16 is above its positive limit, or NaN."""
+    return larger_as_integers(pair, Int32(limits)) != Int32(limits)

@@ -13,7 +13,7 @@ from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.softmax import scale_row
 from hopper.forward.fp8.exp2 import exp2_of_pair_by_chords, is_polynomial, largest_pair, scale_words
 from hopper.forward.fp8.operand_a import store_groups_as_operand_a_e4m3, store_row_as_operand_a_e4m3
-from hopper.forward.fp8.row_maximum import largest_bits, over_lanes, row_maximum, thread_maximum
+from hopper.forward.fp8.row_maximum import largest_bits, over_lanes, row_maxima, thread_maximum
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
     LARGEST_SUM_EXPONENT,
@@ -79,6 +79,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
         self._take_unit(self.new_unit[0])
         super().take_scores(acc_S, is_first)
+        self.has_risen[0] = Int32(0 if is_first else 1)
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):
@@ -118,7 +119,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def _scaled_maxima(self, acc_S: cute.Tensor) -> tuple[Float32, Float32]:
         of_thread = [thread_maximum(acc_S, r) for r in range(ROWS_PER_THREAD)]
-        first, second = (row_maximum(acc_S, r, of_thread[r]) for r in range(ROWS_PER_THREAD))
+        first, second = row_maxima(acc_S, tuple(range(ROWS_PER_THREAD)), of_thread)
         return multiply_rounded(first, self.scale[0]), multiply_rounded(second, self.scale[1])
 
     def _place_shift(self, r: cutlass.Constexpr[int], shift: Float32):
@@ -138,6 +139,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
         ``place`` is its stage of K and its slot. The block's scales are read again where they are wanted: that costs
         less than the registers that kept them.
         """
+        self.rescale_if_needed(acc_O)
         self._note_new_maximum(n_block)
         if cute.arch.vote_any_sync(self._has_lost_any()):
             self._compute_again(operand, acc_S, acc_O, place)

@@ -21,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.fast_math import exp2, maximum_or_nan
 from cute_kernels.fragments import ROWS_PER_THREAD
@@ -65,8 +65,8 @@ class StaleMaximumSoftmax(ExactSoftmax):
     """What ``LaggingSoftmax`` and ``HalfScoresSoftmax`` share: when a block needs a new maximum.
 
     ``totals`` are the thread's sums of P of the block, one for each row; ``new_unit`` is the scale of the block's V, in
-    which its P V is measured. ``tolerance`` is by how much more than the running sum a block's may be: of a wary warp
-    -inf, which every sum exceeds, until O has followed, and then inf.
+    which its P V is measured. ``tolerance`` is by how much more than the running sum a block's may be. ``has_risen``
+    says that O is still to be multiplied with ``row_scale``.
 
     The warp is wary in blocks behind ``calm_from``, which are those that the walk visits before it. One number in place
     of two counters: the alarm is by how much the number of the block is above ``calm_from`` - ``ALARM_LIMIT``, or 0. So
@@ -82,11 +82,14 @@ class StaleMaximumSoftmax(ExactSoftmax):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
         self.new_unit, self.tolerance = (cute.make_rmem_tensor(1, Float32) for _ in range(2))
         self.totals = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        self.calm_from, self.settled_from = (cute.make_rmem_tensor(1, Int32) for _ in range(2))
+        self.calm_from, self.settled_from, self.has_risen = (
+            cute.make_rmem_tensor(1, Int32) for _ in range(3)
+        )
 
     def begin_walk(self, blocks: KeyBlocks):
         """As the walk alone says: which tile came before is chance, and must not show. To be wary too late costs peaky
         inputs more than to be so for nothing costs others."""
+        self.has_risen[0] = Int32(0)
         self.settled_from[0], self.calm_from[0] = self.how_a_tile_begins(blocks)
 
     @staticmethod
@@ -101,25 +104,38 @@ class StaleMaximumSoftmax(ExactSoftmax):
 
     @cute.jit
     def begin_scores(self, acc_S: cute.Tensor, n_block: Int32):
-        """Take the maxima of a block's scores first if the warp is wary."""
+        """Take the maxima of a block's scores first if the warp is wary. The block ends like any other, even where one
+        has risen: O follows under Q K^T of the next block (``rescale_if_needed``)."""
         self.tolerance[0] = Float32(DOMINATES[1])
         if n_block > self.calm_from[0]:
-            self.tolerance[0] = -Float32.inf
-            self.row_scale.fill(1.0)
+            self.tolerance[0] = Float32.inf
             if cute.arch.vote_any_sync(self._may_rise(acc_S)):
-                self._take_maxima(self._scaled_maxima(acc_S), n_block)
+                self.has_risen[0] = Int32(1)
+                self._raise_maxima(acc_S, n_block)
+
+    @cute.jit
+    def _raise_maxima(self, acc_S: cute.Tensor, n_block: Int32):
+        """Take the maxima of a block that ``_may_rise``."""
+        self._take_maxima(self._scaled_maxima(acc_S), n_block)
 
     @cute.jit
     def _take_maxima(self, tops: tuple[Float32, Float32], n_block: Int32):
-        """Make 2^4 of the largest P of a row that would be more. ``row_scale`` is what O is to be multiplied with."""
+        """Make 2^4 of the largest P of a row that would be more. ``row_scale`` is what O is to be multiplied with.
+
+        Both rows go through it together, without a branch: each step waits for the one before it.
+        """
         exponents = [tops[r] + Float32(P_EXPONENT) - self.shift[r] for r in range(ROWS_PER_THREAD)]
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            if exponents[r] > Float32(WARY_LIMIT):
-                before = self.shift[r]
-                self._place_shift(r, tops[r] + Float32(P_EXPONENT - WARY_EXPONENT))
-                self.row_scale[r] = exp2(before - self.shift[r])
-                self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
-        is_far = maximum_or_nan(*exponents) > Float32(FAR_EXPONENT)
+            before = self.shift[r]
+            risen = tops[r] + Float32(P_EXPONENT - WARY_EXPONENT)
+            self._place_shift(r, risen if exponents[r] > Float32(WARY_LIMIT) else before)
+            self.row_scale[r] = exp2(before - self.shift[r])
+            self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+        self._note_rise(maximum_or_nan(*exponents) > Float32(FAR_EXPONENT), n_block)
+
+    @cute.jit
+    def _note_rise(self, is_far: Boolean, n_block: Int32):
+        """To be wary was worth it where a maximum has risen far, if the row has had one of a whole block before."""
         if cute.arch.vote_any_sync(is_far and n_block <= self.settled_from[0]):
             self.calm_from[0] = n_block - 1 - self.wary_blocks
 
@@ -133,24 +149,22 @@ class StaleMaximumSoftmax(ExactSoftmax):
             self.calm_from[0] = following - self.wary_blocks if alarmed < following else alarmed
 
     @cute.jit
-    def finish_wary(self, acc_O: cute.Tensor):
-        """Bring O to the shifts and the unit of the block."""
-        self.tolerance[0] = Float32.inf
-        self._take_unit(self.new_unit[0])
-        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.row_scale[r] = self.row_scale[r] * self.unit_change[0]
-        if cute.arch.vote_any_sync(self.row_scale[0] != Float32(1.0) or self.row_scale[1] != Float32(1.0)):
+    def rescale_if_needed(self, acc_O: cute.Tensor):
+        """Bring O to the shifts that a block has left behind, of a warp in which one has risen."""
+        if self.has_risen[0] > 0:
             scale_rows(acc_O, self.row_scale)
+            self.has_risen[0] = Int32(0)
 
     @cute.jit
-    def maximum_suffices(self) -> Boolean:
-        """Whether P of the block, as it is, and O, in the unit that it has, are right for all rows of the warp."""
-        has_more = self.new_unit[0] != self.unit[0]
-        return not cute.arch.vote_any_sync(has_more or self._needs_maximum(0) or self._needs_maximum(1))
-
-    def is_unfinished(self) -> Boolean:
-        """Whether the warp was wary in this block, and O is still to follow."""
-        return self.tolerance[0] == -Float32.inf
+    def maximum_suffices(self, rows: cutlass.Constexpr[tuple[int, ...]]) -> Boolean:
+        """Whether P of these of a thread's rows, as it is, is right for all of the warp; with the first, O as well, in
+        the unit that it has. Where this vote stands, the sums of the rows are: ptxas moves none behind it."""
+        has_more = Boolean(False)
+        if const_expr(0 in rows):
+            has_more = self.new_unit[0] != self.unit[0]
+        for r in cutlass.range_constexpr(len(rows)):
+            has_more = has_more | self._needs_maximum(rows[r])
+        return not cute.arch.vote_any_sync(has_more)
 
     @cute.jit
     def _needs_maximum(self, r: cutlass.Constexpr[int]) -> Boolean:
