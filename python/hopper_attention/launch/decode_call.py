@@ -61,8 +61,8 @@ class DecodeCall:
 
 
 def is_launched_as_it_is(shape: CacheShape, read: CacheTensors, tensors: Decoded) -> bool:
-    """Whether the kernel gets the tensors of a call and no others, as scales by page are not, and nothing depends on the
-    grad mode."""
+    """Whether the kernel gets the tensors of a call and no others, as scales by page are not, and nothing depends on
+    the grad mode."""
     q, k_cache, v_cache, lengths, table, _, k_descale, v_descale, _ = tensors
     descales = (k_descale, v_descale) if shape.is_fp8_cache else ()
     if (
