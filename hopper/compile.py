@@ -12,6 +12,7 @@ from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.combine.config import CombineConfig
 from cute_kernels.copies.config import CopiesConfig
+from cute_kernels.dequantize.config import DequantizeConfig
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.merge.config import MergeConfig
 from cute_kernels.plan.config import PlanConfig
@@ -32,6 +33,7 @@ OF_ANY_ARCH = (
     AmpereBackwardConfig,
     PlanConfig,
     AppendConfig,
+    DequantizeConfig,
     CombineConfig,
     MergeConfig,
     AdditionConfig,
@@ -50,6 +52,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     BackwardStep: ("cute_kernels.backward.compile", "compile_step"),
     PlanConfig: ("cute_kernels.plan.compile", "compile_plan"),
     AppendConfig: ("cute_kernels.append.compile", "compile_append"),
+    DequantizeConfig: ("cute_kernels.dequantize.compile", "compile_dequantize"),
     CombineConfig: ("cute_kernels.combine.compile", "compile_combine"),
     MergeConfig: ("cute_kernels.merge.compile", "compile_merge"),
     AdditionConfig: ("cute_kernels.addition.compile", "compile_addition"),

@@ -15,6 +15,9 @@ E4M3 = "float8_e4m3fn"
 REGISTERS_WIDENED = {"consumer": 240, "widener": 104, "producer": 40}
 """Of a thread, by role, where two warpgroups widen the cache."""
 
+REGISTERS_PAIRED = {"consumer": 232, "producer": 40}
+"""The same where two consumers share the keys."""
+
 PRODUCER_WARPS = 2
 """One for K, one for V."""
 
@@ -50,7 +53,8 @@ class DecodeConfig:
 
     A tile is ``tile_m`` rows of a K/V head: the query heads of its group, of one token after another. 32 rows stand in
     the upper half of each warp's 16 rows of a WGMMA, whose lower half nobody looks at: that halves the work of the
-    softmax. A tile visits ``tile_n`` keys at a time, which TMA brings in boxes of ``box_rows`` keys, each of one page.
+    softmax. 128 rows are those of two consumer warpgroups, which multiply the same keys. A tile visits ``tile_n`` keys
+    at a time, which TMA brings in boxes of ``box_rows`` keys, each of one page.
     ``layout`` is that of Q and O. With ``leftpad`` a sequence begins behind the first row of its cache, which is page b
     for sequence b unless it is ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A
     cache of ``cache_dtype`` e4m3 is multiplied as it is where tiles have few rows: these are columns of a WGMMA then,
@@ -116,15 +120,29 @@ class DecodeConfig:
         return 2 * self.tile_m
 
     @property
-    def threads(self) -> int:
+    def consumers(self) -> int:
+        """Warpgroups that multiply, with 64 rows each, or fewer where there is one."""
+        return max(self.tile_m // WARPGROUP_ROWS, 1)
+
+    @property
+    def registers(self) -> dict[str, int]:
+        """Of a thread, by role; empty where all have as many as each other. Then producers are a whole warpgroup."""
         if self.is_widened:
-            return 4 * WARPGROUP_THREADS
+            return REGISTERS_WIDENED
+        return REGISTERS_PAIRED if self.consumers > 1 else {}
+
+    @property
+    def threads(self) -> int:
+        if self.registers:
+            return (self.consumers + (3 if self.is_widened else 1)) * WARPGROUP_THREADS
         return WARPGROUP_THREADS + PRODUCER_WARPS * WARP_THREADS
 
     @property
     def rows_per_thread(self) -> int:
         """Rows of a tile of which a thread of the consumer has a part."""
-        return self.tile_m // ROWS_PER_GROUP if self.is_swapped else 2 * self.tile_m // WARPGROUP_ROWS
+        if self.is_swapped:
+            return self.tile_m // ROWS_PER_GROUP
+        return 2 * self.tile_m // (WARPGROUP_ROWS * self.consumers)
 
     @property
     def boxes(self) -> int:
@@ -170,8 +188,8 @@ def validate_decode_config(config: DecodeConfig) -> None:
     check_kind(c)
     if c.cache_dtype not in ("", E4M3):
         raise ValueError(f"cache_dtype is {c.cache_dtype!r}, allowed: {E4M3!r}, or nothing for dtype")
-    if c.tile_m not in TILE_M[c.cache_dtype if c.dtype == "bfloat16" else ""]:
-        allowed = TILE_M[c.cache_dtype if c.dtype == "bfloat16" else ""]
+    allowed = allowed_tile_m(c.dtype, c.cache_dtype, max(c.head_dim, c.head_dim_v))
+    if c.tile_m not in allowed:
         raise ValueError(f"tile_m is {c.tile_m}, allowed: {', '.join(map(str, allowed))}")
     allowed = tuple(TILE_N_WIDENED if c.is_widened else TILE_N)
     for name, size in (("head_dim", c.head_dim), ("head_dim_v", c.head_dim_v)):
@@ -216,6 +234,12 @@ TILE_N_SWAPPED = {64: 128, 128: 128, 192: 64, 256: 64}
 TILE_M = {"": (32, 64), E4M3: (*SWAPPED_TILE_M, 32, 64)}
 """Rows that a tile may have with a cache of 16 bits, or of e4m3. Queries in float16 have 11 bits, and are not split."""
 
+PAIRED_TILE_M = 2 * WARPGROUP_ROWS
+"""Rows of a tile of two consumers, which multiply every block of keys twice."""
+
+TILE_N_PAIRED = {64: 128, 128: 96}
+"""Keys of a block for two consumers, by the larger of the two head_dims: their registers do not hold more."""
+
 
 def swapped_bytes(tile_m: int, head_dim: int, tile_n: int) -> int:
     """Shared memory for both terms of Q and P, and for a number of each row from each of four warps."""
@@ -232,17 +256,25 @@ def scale_bytes(tile_n: int) -> int:
     return 2 * 4 * scale_words(tile_n)
 
 
-def tile_m_of(dtype: str, rows: int, cache_dtype: str = "") -> int:
-    """Rows of a tile of the kernel for a problem; the arguments are those of ``select_decode_config``."""
+def allowed_tile_m(dtype: str, cache_dtype: str, columns: int) -> tuple[int, ...]:
+    """Rows that a tile may have; ``columns`` is the larger of the head_dims."""
     allowed = TILE_M[cache_dtype if dtype == "bfloat16" else ""]
-    return next((tile_m for tile_m in allowed if rows <= tile_m), WARPGROUP_ROWS)
+    return allowed if cache_dtype or columns > max(TILE_N_PAIRED) else (*allowed, PAIRED_TILE_M)
+
+
+def tile_m_of(dtype: str, rows: int, cache_dtype: str = "", columns: int = HEAD_DIMS[-1]) -> int:
+    """Rows of a tile of the kernel for a problem, the most that there are where it has more; ``columns`` is the larger
+    of its head_dims, the others are those of ``select_decode_config``."""
+    allowed = allowed_tile_m(dtype, cache_dtype, columns)
+    return next((tile_m for tile_m in allowed if rows <= tile_m), allowed[-1])
 
 
 def tile_n_of(dtype: str, head_dim: int, head_dim_v: int, rows: int = 1, cache_dtype: str = "") -> int:
     """Keys of a block of the kernel for a problem; the arguments are those of ``select_decode_config``."""
     size = min(size for size in HEAD_DIMS if size >= max(head_dim, head_dim_v))
     if cache_dtype != E4M3:
-        return TILE_N[size]
+        is_paired = tile_m_of(dtype, rows, cache_dtype, size) == PAIRED_TILE_M
+        return (TILE_N_PAIRED if is_paired else TILE_N)[size]
     if tile_m_of(dtype, rows, cache_dtype) in SWAPPED_TILE_M:
         return TILE_N_SWAPPED[size]
     tile_n = TILE_N_WIDENED[size]
@@ -277,7 +309,7 @@ def select_decode_config(
     d, dv = (min(size for size in HEAD_DIMS if size >= x) for x in (head_dim, head_dim_v))
     cache_dtype = others.get("cache_dtype", "")
     tile_n = tile_n_of(dtype, head_dim, head_dim_v, rows, cache_dtype)
-    tile_m = tile_m_of(dtype, rows, cache_dtype)
+    tile_m = tile_m_of(dtype, rows, cache_dtype, max(d, dv))
     box_rows = box_rows_of(tile_n, page_size, pages)
     if box_rows is None:
         return None

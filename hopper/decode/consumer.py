@@ -1,4 +1,4 @@
-"""The consumer warpgroup of the decode kernel: the rows of a tile against the key blocks of its part."""
+"""A consumer warpgroup of the decode kernel: the rows of a tile against the key blocks of its part."""
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +17,7 @@ from cute_kernels.fragments import (
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.score_tile import SoftCap
 from cute_kernels.window import Window
-from hopper.config import WARPGROUP_ROWS
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.decode.config import BOX_COLUMNS, DecodeConfig
 from hopper.decode.masks import RowMask
 from hopper.decode.operands import Keys, clear_rows
@@ -151,7 +151,8 @@ class Consumer(LoopInvariant):
         self.v.pipe.consumer_wait(state)
         keys = seqlen_k - block * self.config.tile_n
         if keys < self.config.tile_n:
-            clear_rows(self.v.smem, 2 * BOX_COLUMNS, cutlass.max(keys, 0), (state.index,), self.thread)
+            which, threads = (cutlass.max(keys, 0), (state.index,)), self.config.consumers * WARPGROUP_THREADS
+            clear_rows(self.v.smem, 2 * BOX_COLUMNS, *which, self.thread, threads)
         issue_gemm(self.pv, self.acc, self.tOrP, self.tOrV[None, None, None, state.index], True)
 
     @cute.jit

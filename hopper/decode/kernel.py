@@ -17,7 +17,6 @@ from hopper.config import WARPGROUP_ROWS
 from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
 from hopper.decode.config import (
     PRODUCER_WARPS,
-    REGISTERS_WIDENED,
     DecodeConfig,
     scale_words,
     validate_decode_config,
@@ -35,8 +34,9 @@ from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 
 ONE_WARPGROUP = (1, 1, 1)
 
-COMBINING_CTAS = 256
-"""That put parts together, or a little more."""
+COMBINING_CTAS, COMBINING_CTAS_OF_PAIRS = 256, 2048
+"""That put parts together, or a little more. Each adds up one row after another. Beside two consumers there is no room
+for them to wait in, and behind them the GPU is theirs."""
 
 
 def tiles_of(kv_heads: Int32, rows: Int32, tile_m: int) -> Int32:
@@ -47,22 +47,23 @@ def tiles_of(kv_heads: Int32, rows: Int32, tile_m: int) -> Int32:
 class DecodeKernel:
     """softmax(softmax_scale Q K^T) V of the queries of a decoding step, K and V in a cache, on sm_90a.
 
-    | role | warps | warps with a cache of e4m3 | does |
-    |---|---|---|---|
-    | consumer | 0 to 3 | 0 to 3 | Q to registers, both GEMMs, softmax, partial results |
-    | wideners | none | 4 to 7, 8 to 11 | e4m3 to float16, of K and of V |
-    | producers | 4, 5 | 12, 13 | TMA loads of K and of V |
+    | role | warps | warps with a cache of e4m3 | warps with 128 rows | does |
+    |---|---|---|---|---|
+    | consumers | 0 to 3 | 0 to 3 | 0 to 7 | Q to registers, both GEMMs, softmax, partial results |
+    | wideners | none | 4 to 7, 8 to 11 | none | e4m3 to float16, of K and of V |
+    | producers | 4, 5 | 12, 13 | 8, 9 | TMA loads of K and of V |
 
     | pipeline | stages | bytes of a full stage | arrivals that empty it |
     |---|---|---|---|
-    | k | `stages` | `tile_n * head_dim * element_bytes` | `4` |
-    | v | `stages` | `tile_n * head_dim_v * element_bytes` | `4` |
+    | k | `stages` | `tile_n * head_dim * element_bytes` | `4 * consumers` |
+    | v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | k of e4m3 | `raw_stages` | `tile_n * head_dim` | `4` |
     | v of e4m3 | `raw_stages` | `tile_n * head_dim_v` | `4` |
 
     TMA fills the first two, or the last two from which wideners fill the first. A swapped kernel has a cache of e4m3
     without wideners: keys, and columns of V, are the rows of its WGMMAs (``SwappedConsumer``). Named barrier 1 is among
-    the consumer's 128 threads. 192 threads have registers enough; 512 share them out as ``REGISTERS_WIDENED`` says.
+    the 128 threads of the consumer, or the 256 of both. 192 threads have registers enough; 512 and 384 share them out
+    as ``DecodeConfig.registers`` says.
 
     The query heads of a K/V head, and the tokens of a step, are the rows of a tile, so that keys are read once for all
     of them. Every CTA reads as many keys as the others (``schedule``), and all roles walk over them alike.
@@ -156,7 +157,8 @@ class DecodeKernel:
             of_head = mQ.shape[1] * (mQ.shape[2] // mK.shape[2])
             ctas = cutlass.min(num_ctas, tiles_of(mQ.shape[0] * mK.shape[2], of_head, c.tile_m))
             rows = cutlass.min(of_head, rows)
-        row_ctas = cutlass.min(rows, cutlass.max(COMBINING_CTAS // ctas, 1))
+        most = COMBINING_CTAS if const_expr(c.consumers == 1) else COMBINING_CTAS_OF_PAIRS
+        row_ctas = cutlass.min(rows, cutlass.max(most // ctas, 1))
         self.combine(mQ, lists, outputs, num_ctas).launch(
             grid=(ctas, row_ctas, 1),
             block=(WARPS * LANES, 1, 1),
@@ -198,26 +200,26 @@ class DecodeKernel:
         cta = cute.arch.block_idx()[0]
         work = lists.work(c, mQ, cta, cute.arch.grid_dim()[0], lane)
         first_producer = c.threads // cute.arch.WARP_SIZE - (
-            WARPS_PER_WARPGROUP if const_expr(c.is_widened) else PRODUCER_WARPS
+            WARPS_PER_WARPGROUP if const_expr(c.registers) else PRODUCER_WARPS
         )
         if warp >= first_producer:
-            if const_expr(c.is_widened):
-                cute.arch.setmaxregister_decrease(REGISTERS_WIDENED["producer"])
+            if const_expr(c.registers):
+                cute.arch.setmaxregister_decrease(c.registers["producer"])
             if warp == first_producer:
                 Producer(c, work, raw[0], table, page_size, lane).run()
             elif warp == first_producer + 1:
                 Producer(c, work, raw[1], table, page_size, lane).run()
-        elif warp >= WARPS_PER_WARPGROUP:
+        elif warp >= c.consumers * WARPS_PER_WARPGROUP:
             if const_expr(c.is_widened):
-                cute.arch.setmaxregister_decrease(REGISTERS_WIDENED["widener"])
+                cute.arch.setmaxregister_decrease(c.registers["widener"])
                 thread = warp % WARPS_PER_WARPGROUP * cute.arch.WARP_SIZE + lane
                 if warp < 2 * WARPS_PER_WARPGROUP:
                     Widener(c, work, raw[0], wide[0], thread, lane).run()
                 else:
                     Widener(c, work, raw[1], wide[1], thread, lane).run()
         else:
-            if const_expr(c.is_widened):
-                cute.arch.setmaxregister_increase(REGISTERS_WIDENED["consumer"])
+            if const_expr(c.registers):
+                cute.arch.setmaxregister_increase(c.registers["consumer"])
             thread = warp * cute.arch.WARP_SIZE + lane
             if const_expr(c.is_swapped):
                 consumer = SwappedConsumer(c, *wide, (storage.sQ, storage.sP, storage.exchange), thread)
@@ -294,7 +296,7 @@ class DecodeKernel:
             (storage.sK, storage.barriers_k, storage.sKraw, storage.barriers_k_raw, c.head_dim),
             (storage.sV, storage.barriers_v, storage.sVraw, storage.barriers_v_raw, c.head_dim_v),
         )
-        warps = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP)
+        warps = CooperativeGroup(Agent.Thread, c.consumers * WARPS_PER_WARPGROUP)
         for atom, cache, of_rows, (smem, barriers, raw_smem, raw_barriers, columns) in zip(
             atoms, caches, scales, memory, strict=True
         ):

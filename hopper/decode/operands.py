@@ -41,11 +41,16 @@ class Keys(LoopInvariant):
 
 @cute.jit
 def clear_rows(
-    values: cute.Tensor, row_bytes: cutlass.Constexpr[int], first: Int32, stages: tuple, thread: Int32
+    values: cute.Tensor,
+    row_bytes: cutlass.Constexpr[int],
+    first: Int32,
+    stages: tuple,
+    thread: Int32,
+    threads: cutlass.Constexpr[int] = WARPGROUP_THREADS,
 ):
-    """Zero the rows from ``first`` on in some stages of V, (tile_n, columns, stages), by the 128 threads of the only or
-    first consumer warpgroup. What is in a cache behind the last key may be NaN, which P = 0 does not hide. Swizzling
-    moves nothing from one row of ``row_bytes`` to another, so that rows are zeroed as they lie."""
+    """Zero the rows from ``first`` on in some stages of V, (tile_n, columns, stages), by the ``threads`` of the only or
+    first consumer warpgroup, or of all. What is in a cache behind the last key may be NaN, which P = 0 does not hide.
+    Swizzling moves nothing from one row of ``row_bytes`` to another, so that rows are zeroed as they lie."""
     rows, columns, num_stages = (cute.size(values, mode=[mode]) for mode in range(3))
     words_of_row, words_of_stage = row_bytes // 4, rows * columns * values.element_type.width // 32
     words = cute.make_tensor(
@@ -55,20 +60,18 @@ def clear_rows(
             stride=(1, words_of_row, words_of_row * rows, words_of_stage),
         ),
     )
-    for row in cutlass.range(
-        first + thread // words_of_row, rows, WARPGROUP_THREADS // words_of_row, unroll=1
-    ):
+    for row in cutlass.range(first + thread // words_of_row, rows, threads // words_of_row, unroll=1):
         for stage in stages:
             for part in cutlass.range_constexpr(cute.size(words, mode=[2])):
                 words[thread % words_of_row, row, part, stage] = Int32(0)
     cute.arch.fence_view_async_shared()
-    sync_consumers()
+    sync_consumers(threads)
 
 
 @cute.jit
-def sync_consumers():
-    """Barrier among the consumer's threads."""
-    cute.arch.barrier(barrier_id=1, number_of_threads=WARPGROUP_THREADS)
+def sync_consumers(threads: cutlass.Constexpr[int] = WARPGROUP_THREADS):
+    """Barrier among the consumers' threads."""
+    cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
 
 @dataclass(frozen=True)

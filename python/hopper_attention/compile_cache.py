@@ -33,6 +33,7 @@ from cute_kernels.append.config import AppendConfig
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.combine.config import CombineConfig
 from cute_kernels.copies.config import CopiesConfig
+from cute_kernels.dequantize.config import DequantizeConfig
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.merge.config import MergeConfig
 from hopper.backward.config import BackwardConfig
@@ -238,6 +239,7 @@ def get_serving(
     | CombineConfig
     | CopiesConfig
     | DecodeConfig
+    | DequantizeConfig
     | LaunchesConfig
     | MergeConfig
     | MlaConfig,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from cute_kernels.problem import DENSE, VARLEN
-from hopper.config import WARPGROUP_ROWS
 from hopper.decode.config import (
     SWAPPED_TILE_M,
     TILE_N,
@@ -56,8 +55,6 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
     if max(shape.head_dim, shape.head_dim_v) > widest:
         of_e4m3 = " of a cache of e4m3" if shape.is_fp8_cache else ""
         return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v}{of_e4m3} is above {widest}"
-    if rows > WARPGROUP_ROWS:
-        return f"{rows} query rows share a K/V head, and its tiles have {WARPGROUP_ROWS}"
     return why_not_boxes(call, _box_rows(call))
 
 

@@ -225,7 +225,9 @@ def flash_attn_with_kvcache(
         rotary_interleaved: rotate columns 2i and 2i + 1; else i and i + rotary_dim / 2.
         scheduler_metadata: what :func:`hopper_attention.get_scheduler_metadata` gave for the calls of a step; it saves
             host time. That of another make does nothing.
-        num_splits, pack_gqa, sm_margin: hints, which change no result.
+        num_splits, sm_margin: hints, which change no result but the order of sums.
+        pack_gqa: likewise: True for the kernel that has the query heads of a K/V head as rows of a tile wherever it
+            can serve, False for the one that has not wherever it reads the cache in place, None to have it chosen.
         return_softmax_lse: also return the LSE.
         out: where the output goes; of its shape and dtype, the last stride 1.
         hadamard: keys in the cache are rotated by fixed signs and a Hadamard matrix, which spreads outliers over

@@ -25,6 +25,7 @@ from hopper_attention.kvcache_call import CacheExtras, read_call
 from hopper_attention.kvcache_checks import CacheCall, CacheOptions, CacheShape, CacheTensors
 from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append_facts, select_append_config, why_not_append
+from hopper_attention.launch.cache_copy import select_dequantize, why_not_copied
 from hopper_attention.reference.append import Rotation
 
 
@@ -158,7 +159,10 @@ def explain_kvcache(
         notes += first_part({"v": TensorSpec.of(tensors.v_cache)})[1]
     if choice.backend in KERNELS:
         notes += check_margin(sm_margin, target, q.device)
-    steps = (*_append_steps(call, tensors, target, choice.backend), *_copy_steps(call.shape, rule.path))
+    steps = (
+        *_append_steps(call, tensors, target, choice.backend),
+        *_copy_steps(call.shape, rule.path, target, choice.backend),
+    )
     return CachePlan(
         rule.path,
         rule.what,
@@ -195,9 +199,14 @@ def _append_steps(call: CacheCall, tensors: CacheTensors, target: Target, backen
     return f"{shape.total_new} new tokens are written into the cache{pairs}{scales}, {how}", *steps
 
 
-def _copy_steps(shape: CacheShape, path: str) -> tuple[str, ...]:
-    if path != "general":
+def _copy_steps(shape: CacheShape, path: str, target: Target, backend: str) -> tuple[str, ...]:
+    if path not in ("copied", "general"):
         return ()
+    name = str(shape.out_dtype).removeprefix("torch.")
+    of_queries = ("q is dequantized to bfloat16 by PyTorch",) * (shape.dtype == torch.float8_e4m3fn)
+    if backend in KERNELS and not why_not_copied(shape, target):
+        by = select_dequantize(shape, target).name
+        return f"keys and values in use are copied to {name}, by {by}", *of_queries
     reasons = [
         (shape.is_paged, f"lie in pages of {shape.page_size}"),
         (shape.has_batch_idx, "are of a choice of the cache's sequences"),
@@ -208,8 +217,5 @@ def _copy_steps(shape: CacheShape, path: str) -> tuple[str, ...]:
     if why:
         steps = (f"keys and values are copied, {shape.seqlen_k} rows a sequence, as they {why}",)
     if shape.is_fp8_cache:
-        name = str(shape.out_dtype).removeprefix("torch.")
         steps += (f"keys and values, {shape.seqlen_k} rows a sequence, are dequantized to {name} by PyTorch",)
-    if shape.dtype == torch.float8_e4m3fn:
-        steps += ("q is dequantized to bfloat16 by PyTorch",)
-    return steps
+    return steps + of_queries

@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from cute_kernels.plan.config import check_packed_size
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
+from hopper.forward.tilings import END_TO_END
 from hopper.mla.config import MlaConfig
 from hopper_attention.backends import Choice, Target
 from hopper_attention.decode_rules import select_decode, why_not_decode
 from hopper_attention.forward_rules import Config, ReferenceConfig, choose_for, select_for, takes_wide_values
 from hopper_attention.forward_rules import why_not_paged as why_no_paged_kernel
 from hopper_attention.kvcache_checks import CacheCall
+from hopper_attention.launch.cache_copy import why_not_copied
 from hopper_attention.launch.paged_forward import page_rows_of_cache, why_not_in_place
 from hopper_attention.mla_rules import select_mla, why_not_mla
+from hopper_attention.packing_rules import why_not_packed
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.torch_rules import TorchConfig
 from hopper_attention.value_parts import needs_parts, part_widths
@@ -92,6 +95,12 @@ def select_in_general(call: CacheCall, target: Target, backend: str) -> Selectio
     return Selection(problem, config)
 
 
+def why_not_decode_kernel(call: CacheCall, target: Target, backend: str) -> str:
+    """What keeps the decode kernel from a call, or speaks for the one that packs no heads."""
+    reason = why_not_decode(call, target, backend)
+    return reason or why_not_packed(call, not why_not_paged(call, target, backend))
+
+
 def select_decode_kernel(call: CacheCall, target: Target, backend: str) -> Selection:
     """The decode kernel."""
     problem = replace(_general_problem(call), is_packed=call.shape.is_packed_q)
@@ -128,6 +137,28 @@ def select_paged(call: CacheCall, target: Target, backend: str) -> Selection:
     return Selection(problem, config)
 
 
+def why_not_copied_rule(call: CacheCall, target: Target, backend: str) -> str:
+    """What keeps the keys from being copied by a kernel, for the one that reads a cache where it lies."""
+    if not call.shape.has_queries:
+        return "there is no score"
+    reason = why_no_paged_kernel(_copied_problem(call), backend)
+    return reason or why_not_copied(call.shape, target)
+
+
+def select_copied(call: CacheCall, target: Target, backend: str) -> Selection:
+    """What attends to the copy."""
+    problem, shape = _copied_problem(call), call.shape
+    config = select_for(problem, backend, target.capability)
+    if isinstance(config, ForwardConfig):
+        totals = shape.total_q, shape.batch * shape.seqlen_k
+        check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
+    return Selection(problem, config)
+
+
+def _copied_problem(call: CacheCall) -> AttentionProblem:
+    return replace(_general_problem(call), page_rows=END_TO_END)
+
+
 def _paged_problem(call: CacheCall) -> AttentionProblem:
     shape = call.shape
     is_plain = not (shape.is_paged or shape.has_batch_idx or shape.has_leftpad)
@@ -145,7 +176,7 @@ RULES = (
         "decode",
         "a kernel shares all keys out over the GPU, wherever sequences end, reads them where they lie, and has the "
         "query heads of a K/V head as the rows of a tile",
-        why_not_decode,
+        why_not_decode_kernel,
         select_decode_kernel,
     ),
     Rule(
@@ -160,6 +191,12 @@ RULES = (
         "the kernel of flash_attn_varlen_func reads keys and values in the cache, where they lie",
         why_not_paged,
         select_paged,
+    ),
+    Rule(
+        "copied",
+        "a kernel copies keys and values in use to 16 bits, and the kernel of flash_attn_varlen_func attends to these",
+        why_not_copied_rule,
+        select_copied,
     ),
     Rule(
         "general",

@@ -29,8 +29,8 @@ from hopper_attention.torch_rules import TorchConfig
 PAGE_SIZES = (0, 16, 64, 128, 256)
 """Of caches: 0 is one without pages."""
 
-CHUNKS = (1, 1024)
-"""Queries a sequence: a step of decoding, and a chunk of a prompt."""
+CHUNKS = {1: None, 128: True, 1024: None}
+"""Queries a sequence, and pack_gqa: a step of decoding, a short chunk of a prompt, and a long one."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
     target = Target("the given GPU", capability, assume_installed=True)
     # A window as long as the cache hides nothing, and is none.
     capacity = -(-max(4096, 2 * model.window, 2 * model.chunk) // 4096) * 4096
-    for page, seqlen_q in product(PAGE_SIZES, CHUNKS):
+    for page, (seqlen_q, pack_gqa) in product(PAGE_SIZES, CHUNKS.items()):
         rows = (4 * capacity // page, page) if page else (4, capacity)
         like: dict[str, Any] = {"dtype": model.dtype, "device": "meta"}
         k = torch.empty(*rows, model.kv_heads, model.head_dim, **like)
@@ -249,6 +249,7 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
                     window_size=(left, right),
                     attention_chunk=chunk,
                     softcap=model.softcap,
+                    pack_gqa=pack_gqa,
                     sinks=sinks,
                     device_capability=capability,
                 )

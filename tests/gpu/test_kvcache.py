@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import flash_attn_combine, flash_attn_with_kvcache
+from hopper_attention import explain_kvcache, flash_attn_combine, flash_attn_with_kvcache
 from tests.python.kvcache_cases import FP8, CacheCase, bits, int32
 from tests.python.test_kvcache import LAYOUTS, SCORES
 
@@ -75,6 +75,41 @@ def test_a_cache_of_e4m3(backend: str, dtype: torch.dtype) -> None:
     }
     check(replace(NEW, rotary_dim=0), backend, dtype, cache_dtype=FP8, causal=True, **descales)
     check(NEW, backend, dtype, cache_dtype=FP8, causal=True)
+
+
+MANY = replace(LONG, queries=(40, 40, 40, 40), head_dims=(128, 64))
+PACKED: dict[str, tuple[CacheCase, dict[str, Any]]] = {
+    "two tiles": (MANY, {"causal": True}),
+    "no pages": (replace(MANY, page_size=0), {"sinks": torch.randn(8)}),
+    "one token": (replace(MANY, queries=(1, 1, 1, 1)), {}),
+    "one K/V head, a window": (replace(MANY, heads=(16, 1)), {"window_size": (70, 3)}),
+    "packed queries": (replace(MANY, queries=(70, 0, 1, 9), packed_q=True), {"causal": True, "softcap": 3.0}),
+    "wide heads": (replace(MANY, head_dims=(192, 256)), {"causal": True}),
+    "new tokens": (replace(NEW, queries=(40, 40, 40, 40)), {"causal": True}),
+    "parts that are limited": (MANY, {"num_splits": 2}),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("pack_gqa", [True, False])
+def test_pack_gqa_takes_the_kernel_and_changes_no_result(name: str, pack_gqa: bool) -> None:
+    case, given = PACKED[name]
+    call = case.build(torch.bfloat16, pack_gqa=pack_gqa, **given)
+    plan = explain_kvcache(**on("cuda", call))
+    assert plan.path == ("decode" if pack_gqa else "paged")
+    check(case, None, pack_gqa=pack_gqa, **given)
+
+
+@pytest.mark.parametrize("page_size", [0, 3, 16])
+@pytest.mark.parametrize("queries", [20, 300])
+def test_many_queries_on_a_cache_of_e4m3(page_size: int, queries: int) -> None:
+    """By the kernel that widens it, and on a copy."""
+    case = replace(MANY, page_size=page_size, queries=(queries,) * 4)
+    factors = {name: torch.rand(4, 2) + 0.5 for name in ("k_descale", "v_descale")}
+    check(case, None, cache_dtype=FP8, causal=True, **factors)
+    softcap = case.build(torch.bfloat16, cache_dtype=FP8, softcap=5.0)
+    assert any("dequantize_sm" in step for step in explain_kvcache(**on("cuda", softcap)).steps)
+    check(case, None, cache_dtype=FP8, causal=True, softcap=5.0, **factors)
 
 
 def test_a_second_query() -> None:

@@ -40,6 +40,7 @@ PADDED = DecodeConfig(
 )
 PACKED = DecodeConfig("float16", 128, 128, True, 16, 2, 16, layout="varlen", limits_splits=True)
 CHUNKED = DecodeConfig("bfloat16", 64, 256, True, 32, 2, 8, window=True, chunk=True, layout="varlen")
+PAIRED = replace(PAGED, tile_m=128, softcap=True, sinks=True)
 WIDENED = DecodeConfig("bfloat16", 64, 128, True, 32, 2, 16, sinks=True, cache_dtype=E4M3, raw_stages=2)
 
 SWAPPED = replace(WIDENED, tile_n=64, stages=3, raw_stages=0, tile_m=8)
@@ -233,6 +234,12 @@ CASES = {
     "tiles in two parts at most": Case(PAGED, (1,), (330, 33), 32, Launch(7, max_splits=2, timing=LATE)),
     "more CTAs than blocks, more queries than keys": Case(PAGED, (3,), (40, 2), 16, Launch(11), (6, 2)),
     "two tiles a K/V head, fewer columns": Case(PAGED, (18,), (75, 50), 16, Launch(3), columns=(40, 24)),
+    "two consumers, of which one has few rows": Case(
+        PAIRED, (37,), (75, 50), 16, Launch(3, timing=LATE), columns=(40, 24), rules=CAP_AND_SINKS
+    ),
+    "two consumers, three tiles in parts": Case(
+        PAIRED, (130,), (170, 0), 16, Launch(5, row_ctas=1), rules=CAP_AND_SINKS
+    ),
     "more sequences than lanes": Case(PAGED, (1,), (5, 0, 17) * 11 + (90,), 16, Launch(3), (1, 1)),
     "leftpad, window, softcap and sinks": Case(
         PADDED, (9,), (90, 61), 131, Launch(3, timing=LATE), pads=(7, 50), sides=(30, 4), rules=CAP_AND_SINKS

@@ -19,7 +19,7 @@ from hopper.decode.config import (
     COMBINE_BYTES,
     E4M3,
     HEAD_DIMS,
-    REGISTERS_WIDENED,
+    PAIRED_TILE_M,
     DecodeConfig,
     box_rows_of,
     select_decode_config,
@@ -72,6 +72,9 @@ COMPILED = [
         row_scales=True,
         **WITHOUT_SOFTCAP,
     ),
+    config_of("bfloat16", (128, 128), 8, 8, rows=65, layout="varlen", **EVERYTHING),
+    config_of("float16", (128, 64), 64, 8, rows=1000),
+    config_of("bfloat16", (64, 64), 8, 8, rows=65, layout="varlen", **EVERYTHING),
 ]
 """Of head_dim 256 most others spill, 4 to 136 bytes of those that were looked at."""
 
@@ -87,9 +90,9 @@ def test_kernels_compile_without_spills(config: DecodeConfig, usages: dict[Any, 
     usage = usages[config]
     assert usage.local_bytes == 0
     assert usage.registers * config.threads <= 65536
-    if config.is_widened:
-        r = REGISTERS_WIDENED
-        shared_out = 128 * (r["consumer"] + 2 * r["widener"] + r["producer"])
+    if config.registers:
+        r = config.registers
+        shared_out = 128 * (config.consumers * r["consumer"] + 2 * r.get("widener", 0) + r["producer"])
         assert shared_out <= usage.registers * config.threads
     assert config.smem_bytes <= SMEM_BYTES - COMBINE_BYTES
 
@@ -126,11 +129,12 @@ def test_kernels_wait_for_what_is_before_them() -> None:
 OF_16_BITS = DecodeConfig("float16", 64, 128, False, 32, 3, 8)
 OF_8_BITS = replace(OF_16_BITS, cache_dtype=E4M3, stages=2, raw_stages=4)
 SWAPPED = replace(OF_16_BITS, dtype="bfloat16", cache_dtype=E4M3, tile_m=8, tile_n=64)
+PAIRED = replace(OF_16_BITS, tile_m=128)
 
 
 @pytest.mark.parametrize(
     "config",
-    [OF_16_BITS, OF_8_BITS, SWAPPED, replace(SWAPPED, row_scales=True)],
+    [OF_16_BITS, OF_8_BITS, SWAPPED, PAIRED, replace(SWAPPED, row_scales=True)],
     ids=lambda config: config.name,
 )
 def test_the_docstring_says_what_the_kernel_makes(
@@ -154,20 +158,22 @@ def test_the_docstring_says_what_the_kernel_makes(
     assert filled_by_warps == [(n, None, warps) for n, _, warps in wide] * config.is_widened
     (threads,) = re.findall(r"\.reqntid (\d+)", kernel)
     assert int(threads) == config.threads and f"{threads} " in (DecodeKernel.__doc__ or "")
-    assert set(re.findall(r"bar\.sync\s+([^;]*);", kernel)) == {"0", "1, 128"}
+    assert set(re.findall(r"bar\.sync\s+([^;]*);", kernel)) == {"0", f"1, {128 * config.consumers}"}
     shared_out = {int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", kernel)}
-    assert shared_out == (set(REGISTERS_WIDENED.values()) if config.is_widened else set())
-    last = int(table(DecodeKernel, "role")[-1][3 - 1 - (not config.is_widened)].split(", ")[-1])
+    assert shared_out == set(config.registers.values())
+    column = 2 if config.is_widened else config.consumers * 2 - 1
+    last = int(table(DecodeKernel, "role")[-1][column].split(", ")[-1])
     assert last < config.threads // 32 <= last + 3
 
 
 def test_every_head_dim_has_a_config_that_covers_it() -> None:
     for d in range(8, max(HEAD_DIMS) + 1, 8):
         for dv in (8, 64, 128, 200, 256):
-            for rows in (1, 32, 33, 64):
+            for rows in (1, 32, 33, 64, 65, 300):
                 config = config_of("float16", (d, dv), 16, 4, rows=rows)
                 assert config.head_dim >= d and config.head_dim_v >= dv and config.stages >= 2
-                assert rows <= config.tile_m <= WARPGROUP_ROWS
+                most = PAIRED_TILE_M if max(d, dv) <= 128 and rows > WARPGROUP_ROWS else WARPGROUP_ROWS
+                assert min(rows, most) <= config.tile_m <= most
                 assert config.smem_bytes <= SMEM_BYTES - COMBINE_BYTES
 
 
@@ -193,7 +199,7 @@ def test_names_are_of_one_config_each() -> None:
         {"cache_dtype": E4M3, "tile_m": 4, "e4m3_queries": True},
         {"cache_dtype": E4M3, "tile_m": 4, "row_scales": True},
     ]
-    changes += [{"tile_m": 64}, {"tile_n": 64}, {"stages": 3}, {"box_rows": 8}]
+    changes += [{"tile_m": 64}, {"tile_m": 128}, {"tile_n": 64}, {"stages": 3}, {"box_rows": 8}]
     changes += [{"layout": "varlen"}, {"head_dim_v": 128}, {"head_dim": 128}, {"causal": False}]
     changes += [{"dtype": "float16"}]
     names = [base.name, *(replace(base, **change).name for change in changes)]
@@ -210,7 +216,8 @@ def test_names_are_of_one_config_each() -> None:
         ({"head_dim": 96}, "head_dim is 96, allowed: 64, 128, 192, 256"),
         ({"head_dim_v": 512}, "head_dim_v is 512, allowed: 64, 128, 192, 256"),
         ({"head_dim": 256, "cache_dtype": E4M3}, "head_dim is 256, allowed: 64, 128, 192$"),
-        ({"tile_m": 128}, "tile_m is 128, allowed: 32, 64"),
+        ({"tile_m": 256}, "tile_m is 256, allowed: 32, 64, 128$"),
+        ({"tile_m": 128, "head_dim_v": 192, "stages": 2}, "tile_m is 128, allowed: 32, 64$"),
         ({"tile_m": 8}, "tile_m is 8, allowed: 32, 64"),
         ({"dtype": "float16", "tile_m": 8, "cache_dtype": E4M3}, "tile_m is 8, allowed: 32, 64"),
         ({"e4m3_queries": True}, "e4m3_queries is True with tile_m 32, allowed: False"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.decode.config import DecodeConfig
+from hopper.decode.config import PAIRED_TILE_M, DecodeConfig
 from hopper_attention import explain_kvcache
 from hopper_attention.backends import Target
 from hopper_attention.decode_rules import CTA_STEP, MAX_PARTS, ctas_of_pieces, select_decode, why_not_decode
@@ -45,6 +45,8 @@ SERVED: dict[str, tuple[CacheCase, dict[str, Any]]] = {
     "no pages": (CONTIGUOUS, {}),
     "as many rows as a tile has": (replace(PAGES, queries=(32, 32, 32)), {}),
     "packed queries": (replace(PAGES, queries=(32, 0, 1), packed_q=True), {}),
+    "more rows than a tile has": (replace(PAGES, queries=(33, 33, 33)), {}),
+    "more heads than a tile has": (replace(PAGES, queries=(1, 1, 1), heads=(144, 1)), {}),
     "leftpad in one page": (replace(PAGES, leftpad=(4, 0, 7), page_size=24), {}),
     "batch index": (replace(CONTIGUOUS, batch_idx=(4, 0, 2)), {}),
     "new tokens": (replace(PAGES, new=(1, 1, 1), rotary_dim=16), {}),
@@ -62,7 +64,7 @@ def test_what_is_served(name: str) -> None:
     call = call_of(case, **given)
     assert why_not_decode(call, H200, "hopper") == ""
     config, shape = select_decode(call), call.shape
-    assert shape.rows_a_kv_head <= config.tile_m
+    assert shape.rows_a_kv_head <= config.tile_m or config.tile_m == PAIRED_TILE_M
     assert config.head_dim >= shape.head_dim and config.head_dim_v >= shape.head_dim_v
     page_size = shape.page_size or shape.capacity
     assert page_size == shape.capacity or page_size % config.box_rows == 0
@@ -102,16 +104,6 @@ REFUSED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
     ),
     "no keys": (NO_KEYS, {}, "there is no query or no key"),
     "no queries": (replace(PAGES, queries=(0, 0, 0)), {}, "there is no query or no key"),
-    "many queries": (
-        replace(PAGES, queries=(33, 33, 33)),
-        {},
-        "66 query rows share a K/V head, and its tiles have 64",
-    ),
-    "many heads": (
-        replace(PAGES, queries=(1, 1, 1), heads=(72, 1)),
-        {},
-        "72 query rows share a K/V head, and its tiles have 64",
-    ),
     "short pages": (
         replace(PAGES, page_size=12),
         {},
@@ -155,6 +147,7 @@ def test_the_config_is_of_what_is_asked_for() -> None:
         (replace(PAGES, page_size=24, leftpad=(1, 0, 2)), {}, {"leftpad": True, "box_rows": 128}),
         (replace(PAGES, queries=(1, 2, 0), packed_q=True), {}, {"layout": "varlen"}),
         (replace(PAGES, queries=(17, 17, 17)), {}, {"tile_m": 64}),
+        (replace(PAGES, queries=(33, 33, 33)), {}, {"tile_m": 128}),
         (PAGES, {"num_splits": 3}, {"limits_splits": True}),
         (CONTIGUOUS, {}, {"box_rows": 128, "paged": False}),
         (replace(CONTIGUOUS, batch_idx=(4, 0, 2)), {}, {"box_rows": 128}),

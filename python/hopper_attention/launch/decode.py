@@ -63,7 +63,7 @@ class DecodeLauncher(Launcher):
         cap, sinks = None, None
         if scores is not NO_SCORES:
             cap, _, sinks = scores.changes_for_kernel(shape.batch, shape.heads)
-        lengths = _full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens
+        lengths = full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens
         lists = lengths, table_of(t), t.cache_leftpad, t.cu_seqlens_q
         given = tuple(map(addressable, queries)), k_cache, v_cache, *lists
         return self.launch(*given, cap, sinks, _descales(shape, t, self.takes_e4m3_queries))
@@ -139,7 +139,8 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
         pieces = pieces_of(config, call, multiprocessors)
     else:
         config = select_decode(call)
-        pieces = ctas_of_pieces(multiprocessors, call.shape.batch * call.shape.kv_heads)
+        row_tiles = -(-call.shape.rows_a_kv_head // config.tile_m)
+        pieces = ctas_of_pieces(multiprocessors, call.shape.batch * call.shape.kv_heads * row_tiles)
     return DecodeLauncher(
         index,
         config,
@@ -201,7 +202,7 @@ def table_of(tensors: CacheTensors) -> Tensor | None:
     return table if table.stride(1) == 1 else table.as_strided(table.shape, (table.stride(0), 1))
 
 
-def _full_lengths(shape: CacheShape) -> Tensor:
+def full_lengths(shape: CacheShape) -> Tensor:
     """int32 (batch,): all rows of a cache. A constant, which is kept; in a graph that finds none, one of its own."""
     key = "full", shape.capacity, shape.batch, shape.device
 

@@ -21,7 +21,8 @@ from hopper_attention.kvcache_rotation import rotate_keys, rotate_queries_alike
 from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
-from hopper_attention.launch.decode import find_decode, is_aligned, table_of
+from hopper_attention.launch.cache_copy import copy_in_16_bits
+from hopper_attention.launch.decode import find_decode, full_lengths, is_aligned, table_of
 from hopper_attention.launch.paged_forward import paged_forward
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import run_varlen
@@ -226,7 +227,7 @@ def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) ->
     """
     shape = call.shape
     q = _query(shape, tensors)
-    k, v, room = _keys_and_values(shape, tensors)
+    k, v, room = _keys_and_values(call, tensors)
     steps = torch.arange(shape.batch + 1, dtype=torch.int32, device=shape.device)
     cu_seqlens_q = steps * shape.seqlen_q if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q
     used = _lengths_of_keys(shape, tensors).clamp(max=room).int()
@@ -259,6 +260,29 @@ def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> 
     return launcher(tensors, scores)
 
 
+def attend_to_copy(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
+    """By the same kernel on a copy of the keys in use in 16 bits, which is a cache of its own."""
+    shape, t = call.shape, tensors
+    lengths, first = full_lengths(shape) if t.cache_seqlens is None else t.cache_seqlens, None
+    if t.cache_leftpad is not None:
+        lengths, first = _lengths_of_keys(shape, t).int(), _first_rows(shape, t).int()
+    copied = copy_in_16_bits(shape, t, lengths, first)
+    if copied is None:
+        return attend_in_general(call, tensors, scores)
+    return paged_forward(
+        _query(shape, t).view(t.q.shape),
+        *copied,
+        page_table=None,
+        lengths=lengths,
+        cu_seqlens_q=t.cu_seqlens_q,
+        mask=call.mask,
+        scores=scores,
+        softmax_scale=call.softmax_scale,
+        return_lse=call.wants_lse,
+        sm_margin=call.sm_margin,
+    )
+
+
 def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
     """By the kernel of packed sequences that reads a cache where it lies, likewise."""
     shape, t = call.shape, tensors
@@ -287,6 +311,7 @@ PATHS: dict[str, Attend] = {
     "decode": attend_by_decode,
     "mla": attend_by_decode,
     "paged": attend_to_pages,
+    "copied": attend_to_copy,
     "general": attend_in_general,
 }
 """By the names of ``kvcache_rules.RULES``."""
@@ -308,8 +333,14 @@ def _query(shape: CacheShape, tensors: CacheTensors) -> Tensor:
     return (q.float() * descale[sequence][:, :, None]).to(shape.out_dtype)
 
 
-def _keys_and_values(shape: CacheShape, tensors: CacheTensors) -> tuple[Tensor, Tensor, int]:
+def _keys_and_values(call: CacheCall, tensors: CacheTensors) -> tuple[Tensor, Tensor, int]:
     """K and V of 16 bits as (batch * room, kv_heads, columns), and room, the rows that each sequence has there."""
+    shape = call.shape
+    if shape.is_fp8_cache and find_way(call).backend in KERNELS:
+        first = None if tensors.cache_leftpad is None else _first_rows(shape, tensors).int()
+        found = copy_in_16_bits(shape, tensors, _lengths_of_keys(shape, tensors).int(), first)
+        if found is not None:
+            return found[0].flatten(0, 1), found[1].flatten(0, 1), shape.seqlen_k
     caches = tensors.k_cache, tensors.v_cache
     if not shape.has_keys:
         k, v = (x.new_empty((0, *x.shape[2:]), dtype=shape.out_dtype) for x in caches)
