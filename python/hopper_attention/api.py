@@ -24,6 +24,9 @@ from hopper_attention.qv import check_qv, check_qv_scores, scale_with_qv
 from hopper_attention.scores import NO_SCORES, Scores, check_scores
 
 Window = tuple[int | None, int | None] | list[int] | Tensor
+
+NOTHING, ONE, NO_FACTOR = 0, 1, 0.0
+"""Defaults of numbers."""
 """(left, right); see :func:`flash_attn_func`."""
 
 
@@ -132,7 +135,7 @@ def flash_attn_func(
     v_descale: Tensor | None = None,
     window_size: Window = FULL_WINDOW,
     attention_chunk: int = 0,
-    softcap: float = 0.0,
+    softcap: float = NO_FACTOR,
     num_splits: int | None = 1,
     pack_gqa: bool | None = None,
     deterministic: bool = False,
@@ -144,7 +147,7 @@ def flash_attn_func(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     block_mask: Any = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = NO_FACTOR,
     two_level_accumulation: bool = False,
     backend: str | None = None,
 ) -> Result:
@@ -231,11 +234,12 @@ def flash_attn_func(
     if causal is not False and causal is not True:
         causal = checks.check_flag("causal", causal)
     sides, scores = FULL_SIDES, NO_SCORES
+    # A default is most often the very object, which takes less time to see than to ask what a value is.
     if (
-        not features.is_full(window_size)
-        or features.is_given(attention_chunk, 0)
-        or features.is_given(softcap, 0.0)
-        or features.is_given(num_splits, 1)
+        (window_size is not FULL_WINDOW and not features.is_full(window_size))
+        or (attention_chunk is not NOTHING and features.is_given(attention_chunk, 0))
+        or (softcap is not NO_FACTOR and features.is_given(softcap, 0.0))
+        or (num_splits is not ONE and features.is_given(num_splits, 1))
         or pack_gqa is not None
         or alibi_slopes is not None
         or sinks is not None
@@ -254,11 +258,11 @@ def flash_attn_func(
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         scores = features.with_functions(scores, score_mod, mask_mod, block_mask, qv)
         features.check_lists(scores, q, k)
-    if features.is_given(dropout_p, 0.0):
+    if dropout_p is not NO_FACTOR and features.is_given(dropout_p, 0.0):
         scores = features.with_dropout(scores, dropout_p, q)
     if backend is not None:
         checks.check_backend(backend)
-    if features.is_given(sm_margin, 0):
+    if sm_margin is not NOTHING and features.is_given(sm_margin, 0):
         sm_margin = checks.check_sm_margin(sm_margin)
     if two_level_accumulation is not False:
         checks.check_two_level_accumulation(two_level_accumulation)

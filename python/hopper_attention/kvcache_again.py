@@ -12,15 +12,18 @@ from torch import Tensor
 
 from hopper_attention.checks import Result
 from hopper_attention.kvcache_call import CheckedCall
-from hopper_attention.kvcache_schedule import ATTRIBUTE, schedule_of
+from hopper_attention.kvcache_schedule import ATTRIBUTE, Schedule, schedule_of
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.decode import find_decode
 from hopper_attention.launch.decode_call import DecodeCall, Decoded, is_launched_as_it_is
 from hopper_attention.launch.kvcache import find_way
-from hopper_attention.like_calls import Remembered, may_be_like
+from hopper_attention.like_calls import Kept, Latest, Remembered, may_be_like
 
 remembered: Remembered[DecodeCall] = Remembered(REMEMBERED_CALLS)
 """By the shapes of q and k_cache, and ``_key_of``."""
+
+latest: Latest[DecodeCall] = Latest()
+"""Of calls without a schedule, whose q, k_cache, v_cache and cache_seqlens have at most a page table beside them."""
 
 
 def decode_again(tensors: Decoded, options: tuple[Any, ...]) -> Result | None:
@@ -31,20 +34,38 @@ def decode_again(tensors: Decoded, options: tuple[Any, ...]) -> Result | None:
     """
     if not may_be_like():
         return None
-    key, given = _key_of(tensors, options), [x for x in tensors if x is not None]
-    metadata = tensors[-1]
-    if type(metadata) is Tensor and (schedule := metadata.__dict__.get(ATTRIBUTE)) is not None:
-        call = schedule.calls.find(key, *given)
-    else:
-        q, k_cache = tensors[:2]
-        try:
-            call = remembered.find_latest(key, *given)
-        except TypeError:
-            # Options without a hash.
+    q, k_cache, v_cache, lengths, table, cu_seqlens_q, k_descale, v_descale, metadata = tensors
+    schedule = metadata.__dict__.get(ATTRIBUTE) if type(metadata) is Tensor else None
+    before = latest if schedule is None else schedule.latest
+    call = None
+    is_common = cu_seqlens_q is k_descale is v_descale is None and (metadata is None or schedule is not None)
+    if is_common:
+        # In the order of ``tensors``.
+        given: tuple[Any, ...] = (q, k_cache, v_cache, lengths)
+        if table is not None:
+            given += (table,)
+        if schedule is not None:
+            given += (metadata,)
+        call = before.find(options, *given)
+    if call is None:
+        kept = _find(tensors, options, schedule)
+        if kept is None:
             return None
-        if call is None and type(q) is Tensor and type(k_cache) is Tensor:
-            call = remembered.find((q.shape, k_cache.shape, key), *given, group=key)
-    return None if call is None else call(tensors)
+        if is_common:
+            before.keep(options, kept, len(given))
+        call = kept.call
+    return call(tensors)
+
+
+def _find(tensors: Decoded, options: tuple[Any, ...], schedule: Schedule | None) -> Kept[DecodeCall] | None:
+    """What was kept of calls like this one."""
+    q, k_cache = tensors[:2]
+    if type(q) is not Tensor or type(k_cache) is not Tensor:
+        return None
+    key, given = _key_of(tensors, options), [x for x in tensors if x is not None]
+    if schedule is not None:
+        return schedule.calls.find_kept(key, *given)
+    return remembered.find_kept((q.shape, k_cache.shape, key), *given)
 
 
 def _key_of(tensors: Decoded, options: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.kvcache_checks import CacheOptions, CacheShape
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.decode_call import DecodeCall
-from hopper_attention.like_calls import Remembered
+from hopper_attention.like_calls import Latest, Remembered
 from hopper_attention.plain_calls import PLAIN_TENSORS, is_plain_moment
 
 ATTRIBUTE = "_hopper_attention_schedule"
@@ -41,7 +41,7 @@ class Schedule:
         all up to ``sm_margin``: arguments of ``get_scheduler_metadata``; window_size as two ints, page_size 0 for a
             cache without pages.
         has_cu_seqlens_q, has_cu_seqlens_k_new, has_leftpad: whether these are given.
-        calls: what serves those that were made, of each kind one.
+        calls, latest: what serves those that were made, of each kind one, and the latest of them.
     """
 
     batch_size: int
@@ -66,6 +66,7 @@ class Schedule:
     calls: Remembered[DecodeCall] = field(
         default_factory=lambda: Remembered(MAX_CALLS), init=False, repr=False
     )
+    latest: Latest[DecodeCall] = field(default_factory=Latest, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, in this process or another, is the schedule of the same arguments there."""

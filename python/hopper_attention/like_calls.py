@@ -92,6 +92,15 @@ class Remembered(Generic[Call]):
 
         It becomes the latest of its ``group``, if that is not None.
         """
+        kept = self.find_kept(key, *tensors)
+        if kept is None:
+            return None
+        if group is not None:
+            self._set_latest(group, kept)
+        return kept.call
+
+    def find_kept(self, key: Hashable, *tensors: Tensor) -> Kept[Call] | None:
+        """The same with the comparison that found it."""
         try:
             kinds = self._calls.get(key)
         except TypeError:
@@ -99,9 +108,7 @@ class Remembered(Generic[Call]):
         if kinds is not None:
             for kept in kinds:
                 if kept.is_like(*tensors):
-                    if group is not None:
-                        self._set_latest(group, kept)
-                    return kept.call
+                    return kept
         return None
 
     def _set_latest(self, group: Hashable, kept: Kept[Call]) -> None:
@@ -131,3 +138,29 @@ class Remembered(Generic[Call]):
         self._calls.clear()
         self._latest.clear()
         self._once.clear()
+
+
+class Latest(Generic[Call]):
+    """What served the latest call, which is found without a hash: where most calls are like the one before."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[tuple[Any, ...], tuple[type, ...], int, Kept[Call]] | None = None
+
+    def find(self, options: tuple[Any, ...], *tensors: Tensor) -> Call | None:
+        """That, if it was of these options, with their types, and of as many tensors, which are like these."""
+        if self._latest is None:
+            return None
+        known, types, count, kept = self._latest
+        try:
+            is_same = tuple(map(type, options)) == types and options == known
+        except (TypeError, ValueError, RuntimeError):
+            # What no call takes may not be comparable.
+            return None
+        return kept.call if is_same and len(tensors) == count and kept.is_like(*tensors) else None
+
+    def keep(self, options: tuple[Any, ...], kept: Kept[Call], count: int) -> None:
+        """``kept`` serves calls of these options and so many tensors."""
+        self._latest = options, tuple(map(type, options)), count, kept
+
+    def cache_clear(self) -> None:
+        self._latest = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -37,6 +38,13 @@ def gradients(inputs, causal: bool = True) -> Tensor:
     """dq, dk and dv in a row; the same bits in every run."""
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     out = flash_attn_func(*leaves, causal=causal, deterministic=True)
+    return torch.cat([x.flatten() for x in torch.autograd.grad(out, leaves, out.detach())])
+
+
+def gradients_of_a_tile(inputs) -> Tensor:
+    """The same by the kernel that sums dQ in any order, of keys of which there is one tile, so in one order."""
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k[:, :60], inputs.v[:, :60])]
+    out = flash_attn_func(*leaves)
     return torch.cat([x.flatten() for x in torch.autograd.grad(out, leaves, out.detach())])
 
 
@@ -127,7 +135,9 @@ def packed_gradients(inputs) -> Tensor:
 
 def quantized(inputs) -> Tensor:
     parts = quantize_qkv(inputs.q, inputs.k, inputs.v)
-    return torch.cat([x.data.view(torch.uint8).flatten() for x in (parts.q, parts.k, parts.v)])
+    of_all = (parts.q, parts.k, parts.v)
+    tensors = *(x.data for x in of_all), *(x.scale for x in of_all), parts.mean_v
+    return torch.cat([x.view(torch.uint8).flatten() for x in tensors])
 
 
 def attend_to_parts(inputs) -> Tensor:
@@ -137,6 +147,7 @@ def attend_to_parts(inputs) -> Tensor:
 AGAIN: dict[str, Callable[..., Tensor]] = {
     "forward": lambda x: flash_attn_func(x.q, x.k, x.v, causal=True),
     "gradients": gradients,
+    "gradients of a tile": gradients_of_a_tile,
     "packed gradients": packed_gradients,
     "decode": decoded,
     "fp8": lambda x: flash_attn_fp8_func(x.q, x.k, x.v, causal=True),
@@ -158,7 +169,7 @@ def test_calls_that_are_made_again_give_what_first_ones_gave(draw, name: str) ->
     assert not any(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("name", ["forward", "fp8", "quantizer", "attention to parts"])
+@pytest.mark.parametrize("name", ["forward", "gradients of a tile", "fp8", "quantizer", "attention to parts"])
 def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -> None:
     x, call = draw(torch.bfloat16, 2, (128, 400), (4, 2), 64), AGAIN[name]
     expected = call(x)
@@ -179,6 +190,24 @@ def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -
         graph.replay()
         assert torch.equal(out, expected)
     assert len(others) == 250
+
+
+@pytest.mark.parametrize("own_streams", [False, True])
+def test_threads_quantize_and_attend_to_parts_of_their_own(draw, own_streams: bool) -> None:
+    inputs = [draw(torch.bfloat16, 2, (128, 400), (4, 2), 64) for _ in range(4)]
+    expected = [attend_to_parts(x) for x in inputs]
+    for x in inputs:
+        attend_to_parts(x)
+    torch.cuda.synchronize()
+
+    def run(number: int) -> None:
+        stream = torch.cuda.Stream() if own_streams else torch.cuda.default_stream()
+        with torch.cuda.stream(stream):
+            for _ in range(REPEATS):
+                assert torch.equal(attend_to_parts(inputs[number]), expected[number])
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        list(pool.map(run, range(len(inputs))))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -33,7 +33,7 @@ from hopper_attention import (
 from hopper_attention.launch import backward, forward, quantize
 from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch import varlen as varlen_launch
-from hopper_attention.like_calls import Remembered, like, may_be_like
+from hopper_attention.like_calls import Latest, Remembered, like, may_be_like
 from tests.python.fake_gpu import forget_launchers, pretend
 
 BF16 = torch.bfloat16
@@ -283,6 +283,80 @@ def test_a_backward_call_is_found_once(seen: Seen, monkeypatch: pytest.MonkeyPat
     assert [x.data_ptr() for x in kernel[:3]] == [x.data_ptr() for x in leaves]
     with pytest.raises(AssertionError, match="found anew"):
         gradients_of(lambda: flash_attn_func(*leaves, 0.25), tuple(leaves))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_launches_of_a_backward_pass_get_what_those_of_the_first_got(seen: Seen, causal: bool) -> None:
+    passes = []
+    for _ in range(4):
+        leaves = qkv(requires_grad=True)
+        out, lse = flash_attn_func(*leaves, 0.25, causal, return_attn_probs=True)
+        seen.clear()
+        dout = torch.ones_like(out)
+        grads = torch.autograd.grad(out, leaves, dout)
+        passes.append([tuple(launch) for launch in seen])
+        (o, do, of_rows, *work), (q, k, v, also_do, *rest), (sums, dq, scale) = seen
+        given = (o, out), (do, dout), (of_rows, lse), (also_do, dout), *zip((q, k, v), leaves, strict=True)
+        assert all(x.data_ptr() == y.data_ptr() for x, y in given) and scale == 0.25
+        assert [x.data_ptr() for x in work] == [x.data_ptr() for x in rest[:3]] and sums is work[2]
+        assert [x.data_ptr() for x in (dq, *rest[3:5])] == [x.data_ptr() for x in grads]
+    first, *others = [[facts_of(x) for launch in each for x in launch] for each in passes]
+    assert others == [first] * 3
+
+
+def facts_of(x: Any) -> Any:
+    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
+
+
+def test_what_served_the_latest_call_serves_no_other() -> None:
+    calls: Remembered[int] = Remembered(4)
+    x, y, before = draw(2), draw(3), Latest[int]()
+    assert before.find((1, None), x) is None
+    calls.keep("key", 7, x)
+    kept = calls.find_kept("key", x)
+    assert kept is not None and calls.find_kept("key", y) is None and calls.find_kept("other", x) is None
+    before.keep((1, None, 0.0), kept, 1)
+    assert before.find((1, None, 0.0), x) == before.find((1, None, -0.0), draw(2)) == 7
+    for options in ((True, None, 0.0), (1, None, 0), (1, False, 0.0), (2, None, 0.0), (1, None), (1, x, 0.0)):
+        assert before.find(options, x) is None
+    assert before.find((1, None, 0.0), y) is None and before.find((1, None, 0.0), x, y) is None
+    before.keep(((1, 2),), kept, 1)
+    assert before.find(((torch.ones(2), 2),), x) is None
+    before.cache_clear()
+    assert before.find(((1, 2),), x) is None
+
+
+def test_the_latest_call_of_a_group_is_found() -> None:
+    calls: Remembered[int] = Remembered(2)
+    x, y = draw(2), draw(3)
+    calls.keep("x", 1, x)
+    calls.keep("y", 2, y)
+    assert calls.find_latest("group", x) is None
+    for key, tensor, other, found in (("x", x, y, 1), ("y", y, x, 2)):
+        assert calls.find(key, tensor, group="group") == calls.find_latest("group", tensor) == found
+        assert calls.find_latest("group", other) is None and calls.find_latest("other", tensor) is None
+    # What is forgotten serves nothing.
+    calls.keep("z", 3, draw(4))
+    assert calls.find_latest("group", y) is None
+
+
+def test_flags_of_a_call_are_not_those_of_the_latest(seen: Seen) -> None:
+    given, leaves = qkv(), qkv(requires_grad=True)
+    for _ in range(4):
+        for options in ({}, {"causal": True}, {"window_size": (3, 0)}, {"sm_margin": 4}):
+            seen.clear()
+            flash_attn_func(*given, **options)
+            numbers = [x for x in seen[-1] if isinstance(x, int)]
+            assert numbers[-1] % (132 - options.get("sm_margin", 0)) == 0
+            assert (3 in numbers) == ("window_size" in options)
+            assert flash_attn_func(*leaves, **options).requires_grad
+            with torch.no_grad():
+                assert not flash_attn_func(*leaves, **options).requires_grad
+            q, k, _ = given
+            flash_attn_func(q, k, k, **options)
+            assert seen[-1][1] is seen[-1][2] is k
+            flash_attn_func(*given, **options)
+            assert seen[-1][2] is given[2]
 
 
 def test_gradients_that_are_asked_for_in_another_way_are_not_those_before() -> None:

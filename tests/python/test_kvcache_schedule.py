@@ -17,6 +17,7 @@ from hopper_attention import (
     flash_attn_with_kvcache,
     get_scheduler_metadata,
     kvcache,
+    kvcache_again,
 )
 from hopper_attention.kvcache_schedule import schedule_of
 from hopper_attention.launch import decode
@@ -194,6 +195,45 @@ def test_a_call_that_is_made_again_has_its_own_results(with_schedule: bool, seen
         assert out is arguments[3] and lse is arguments[4]
         assert (lse.shape, lse.dtype) == ((2, 8, 1), torch.float32) and lse.is_contiguous()
     assert len({x.data_ptr() for pair in results for x in pair}) == 6
+
+
+@pytest.mark.parametrize("with_schedule", [False, True])
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_the_latest_call_is_not_looked_up(
+    with_schedule: bool, in_pages: bool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    if with_schedule:
+        given["scheduler_metadata"] = schedule_for_layers(page_size=16 if in_pages else None)
+    if not in_pages:
+        k, v = (torch.zeros(2, 64, 2, 64).bfloat16() for _ in range(2))
+        given |= {"page_table": None, "k_cache": k, "v_cache": v}
+    options = {"softmax_scale": 0.5, "sm_margin": 4}
+    for _ in range(3):
+        flash_attn_with_kvcache(**layer(**given, **options))
+    found = kvcache_again._find
+    monkeypatch.setattr(kvcache_again, "_find", lambda *call: pytest.fail("looked up"))
+    flash_attn_with_kvcache(**layer(**given, **options))
+    calls: list[dict[str, Any]] = [
+        options | {"softmax_scale": 0.25},
+        {},
+        {"softmax_scale": 0.5, "sm_margin": 8},
+    ]
+    calls += [options | {"return_softmax_lse": True}, options | {"causal": 1}, options | {"softcap": 3.0}]
+    for other in calls if not with_schedule else calls[:-1]:
+        with pytest.raises(pytest.fail.Exception):
+            flash_attn_with_kvcache(**layer(**given, **other))
+    # Another schedule, or none, serves its own calls.
+    with pytest.raises(pytest.fail.Exception):
+        other = None if with_schedule else schedule_for_layers(page_size=16 if in_pages else None)
+        flash_attn_with_kvcache(**layer(**given | {"scheduler_metadata": other}, **options))
+    monkeypatch.setattr(kvcache_again, "_find", found)
+    for bad, message in (
+        ({"sm_margin": True}, "sm_margin is a bool"),
+        ({"num_splits": True}, "num_splits is a"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            flash_attn_with_kvcache(**layer(**given, **options | bad))
 
 
 def test_packed_queries_are_found_again(seen: Seen, reads: list[int]) -> None:

@@ -26,8 +26,8 @@ were given, where a call has no other tensors."""
 class DecodeCall:
     """What serves calls like one that was checked.
 
-    ``options`` is what the kernel takes behind its work memory, up to the descales of K and V; ``lse`` is what to make
-    for an LSE, None where it is not wanted.
+    ``options`` is what the kernel takes behind its work memory, None for the descales of K and V, which come before the
+    last; ``lse`` is what to make for an LSE, None where it is not wanted.
     """
 
     kernel: Kernel
@@ -36,15 +36,16 @@ class DecodeCall:
     lse: Facts | None
     work: Pieces
     options: tuple[Any, ...]
-    pieces: int
 
     @classmethod
     def of(cls, launcher: DecodeLauncher, softcap: float | None) -> DecodeCall:
         """That of a call which ``launcher`` serves."""
-        options = launcher.softmax_scale, launcher.max_splits, *launcher.sides, softcap, None, None
+        options = launcher.softmax_scale, launcher.max_splits, *launcher.sides, softcap
         lse = launcher.lse_facts if launcher.wants_lse else None
-        results = launcher.out_facts, lse, launcher.work
-        return cls(launcher.kernel, launcher.device_index, *results, options, launcher.pieces)
+        # No sinks, no descales.
+        options = *options, None, None, None, None, launcher.pieces
+        where = launcher.kernel, launcher.device_index
+        return cls(*where, launcher.out_facts, lse, launcher.work, options)
 
     def __call__(self, tensors: Decoded) -> Result | None:
         """The results of tensors like those of the call; None if TMA cannot address them, or another GPU is current."""
@@ -56,7 +57,10 @@ class DecodeCall:
         work = device_memory.stream_memory(index, self.work).arguments
         lse = work[-1] if self.lse is None else device_memory.empty_on_gpu(*self.lse)
         given = q, k_cache, v_cache, out, lse, lengths, table, None, cu_seqlens_q, work[0]
-        self.kernel(*(given + self.options + (k_descale, v_descale, self.pieces)))
+        if k_descale is not None:
+            self.kernel(*(given + self.options[:-3] + (k_descale, v_descale) + self.options[-1:]))
+        else:
+            self.kernel(*(given + self.options))
         return out if self.lse is None else (out, lse)
 
 

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from hopper_attention import device_memory
 from hopper_attention.checks import TensorSpec
-from hopper_attention.device_memory import Facts, Piece
-from hopper_attention.launch import backward
-from hopper_attention.launch.backward import GradientLauncher
+from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.launch import at_once, backward
+from hopper_attention.launch.at_once import Given, Script, Step
+from hopper_attention.launch.backward import BackwardLauncher, GradientLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
 from hopper_attention.layout import TMA_BYTES, repairs_for
-from hopper_attention.like_calls import Remembered, may_be_like
+from hopper_attention.like_calls import Latest, Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.scores import NO_SCORES
 
@@ -44,27 +45,62 @@ class ForGradients(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class GradientCall:
     """What serves backward passes like an earlier one; ``options`` is what its kernel takes behind the scale,
-    ``gradients`` are what to make for those of q, k and v."""
+    ``gradients`` are what to make for those of q, k and v. Where no counter belongs to a single pass, ``script`` makes
+    all launches, with memory for ``work``."""
 
     launcher: GradientLauncher
     softmax_scale: float
     options: tuple[Any, ...]
     gradients: tuple[Facts, ...]
+    work: Pieces
+    script: Script | None
+
+    @classmethod
+    def of(
+        cls, launcher: GradientLauncher, softmax_scale: float, options: tuple[Any, ...], tensors: ForGradients
+    ) -> GradientCall:
+        """That of backward passes like the one of ``tensors``, which ``launcher`` served."""
+        _, q, k, v, _, _ = tensors
+        facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
+        work = backward.work_pieces(launcher.dq_tile, q.shape)
+        script = None
+        if isinstance(launcher, BackwardLauncher) and not launcher.config.ordered:
+            script = at_once.make_script(_steps(launcher, softmax_scale, options))
+        return cls(launcher, softmax_scale, options, facts, work, script)
 
     def __call__(self, tensors: ForGradients, into: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...] | None:
         """dq, dk and dv, in ``into`` if there is any; None if TMA cannot address the tensors, or another GPU is
         current."""
         dout, q, k, v, out, lse = tensors
         addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-        if addresses % TMA_BYTES or current_device() != self.launcher.device_index:
+        index, make = self.launcher.device_index, device_memory.empty_on_gpu
+        if addresses % TMA_BYTES or current_device() != index:
             return None
-        make, launcher = device_memory.empty_on_gpu, self.launcher
-        gradients = into or tuple([make(*facts) for facts in self.gradients])
-        launcher.launch(dout, q, k, v, out, lse, gradients, self.softmax_scale, None, self.options)
+        of_q, of_k, of_v = self.gradients
+        gradients = into or (make(*of_q), make(*of_k), make(*of_v))
+        if self.script is None:
+            options = self.softmax_scale, None, self.options
+            self.launcher.launch(dout, q, k, v, out, lse, gradients, *options)
+        else:
+            work = device_memory.work_memory(q.device, index, self.work).arguments
+            self.script.run(*(tensors + gradients + work), device_memory.tile_counter(index))
         return gradients
 
 
+def _steps(launcher: BackwardLauncher, softmax_scale: float, options: tuple[Any, ...]) -> list[Step]:
+    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv, work memory and a tile counter."""
+    dout, q, k, v, out, lse, dq, dk, dv, lse_log2, delta, sums, counter = map(Given, range(13))
+    of_call = softmax_scale, *options, *launcher.grid
+    return [
+        Step(launcher.prepare, (out, dout, lse, lse_log2, delta, sums)),
+        Step(launcher.kernel, (q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *of_call)),
+        Step(launcher.finish, (sums, dq, softmax_scale)),
+    ]
+
+
 remembered: Remembered[GradientCall] = Remembered(REMEMBERED_CALLS)
+
+latest: Latest[GradientCall] = Latest()
 
 
 def differentiate_again(
@@ -76,8 +112,15 @@ def differentiate_again(
     # With create_graph the gradients would be differentiated.
     if torch.is_grad_enabled() or not may_be_like():
         return None
-    call = remembered.find(_key_of(tensors, options), *tensors)
-    return None if call is None else call(tensors, into)
+    of_call = *options, torch.are_deterministic_algorithms_enabled()
+    call = latest.find(of_call, *tensors)
+    if call is None:
+        kept = remembered.find_kept(_key_of(tensors, options), *tensors)
+        if kept is None:
+            return None
+        latest.keep(of_call, kept, len(tensors))
+        call = kept.call
+    return call(tensors, into)
 
 
 def _key_of(tensors: ForGradients, options: GradientOptions) -> tuple[Any, ...]:
@@ -100,5 +143,4 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
     behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
-    facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
-    remembered.keep(key, GradientCall(launcher, scale, behind, facts), *tensors)
+    remembered.keep(key, GradientCall.of(launcher, scale, behind, tensors), *tensors)
