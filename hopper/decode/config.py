@@ -27,9 +27,6 @@ BOX_COLUMNS = 64
 ROWS_PER_GROUP = 4
 """Query rows that four lanes have of 8 columns of an accumulator, where each is split into two columns."""
 
-P_SCALE = 256.0
-"""P, of 1 at most, as it is split; e4m3 goes to 448."""
-
 SWAPPED_TILE_M = (4, 8, 16)
 """Rows of a tile where these are the columns of a WGMMA."""
 
@@ -246,14 +243,9 @@ def swapped_bytes(tile_m: int, head_dim: int, tile_n: int) -> int:
     return 2 * tile_m * (head_dim + tile_n) + 4 * 4 * tile_m
 
 
-def scale_words(tile_n: int) -> int:
-    """float32 of the scales of a block of K, or of V: one for each key, and one for all behind them, in 16 bytes."""
-    return tile_n + 4
-
-
 def scale_bytes(tile_n: int) -> int:
     """Shared memory for the scales of a stage of K and of V."""
-    return 2 * 4 * scale_words(tile_n)
+    return 2 * 4 * tile_n
 
 
 def allowed_tile_m(dtype: str, cache_dtype: str, columns: int) -> tuple[int, ...]:

@@ -18,13 +18,13 @@ from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combi
 from hopper.decode.config import (
     PRODUCER_WARPS,
     DecodeConfig,
-    scale_words,
     validate_decode_config,
 )
 from hopper.decode.consumer import Consumer
 from hopper.decode.operands import CacheLists, Keys, Outputs, RawKeys, Work
 from hopper.decode.producer import Producer
 from hopper.decode.results import PartialResults, Results
+from hopper.decode.row_scales import LANES as LANES_OF_SCALES
 from hopper.decode.row_scales import RowScales
 from hopper.decode.rows import TileRows
 from hopper.decode.softmax import RowSoftmax
@@ -311,8 +311,8 @@ class DecodeKernel:
                 raw_stages = raw_smem.get_tensor(raw_layout)
             pipe = PipelineTmaAsync.create(
                 num_stages=c.raw_stages or c.stages,
-                # TMA, and who brings the scales.
-                producer_group=CooperativeGroup(Agent.Thread, 2 if c.row_scales else 1),
+                # TMA, and each lane of a warp that copies scales.
+                producer_group=CooperativeGroup(Agent.Thread, 1 + LANES_OF_SCALES * int(c.row_scales)),
                 consumer_group=warps,
                 tx_count=c.tile_n * columns * raw_stages.element_type.width // 8,
                 barrier_storage=raw_barriers.data_ptr(),
@@ -335,16 +335,15 @@ class DecodeKernel:
         c, found = self.config, []
         for number, tensor in enumerate(tensors):
             smem = (storage.sKscales, storage.sVscales)[number].get_tensor(
-                cute.make_layout((scale_words(c.tile_n), c.stages))
+                cute.make_layout((c.tile_n, c.stages))
             )
-            held = cute.make_rmem_tensor(c.tile_n // LANES, Float32)
-            found.append((RowScales(c, tensor, smem, held, number == 1),))
+            found.append((RowScales(c, tensor, smem),))
         return tuple(found)
 
     def _shared_storage(self) -> type:
         c = self.config
         columns_k, columns_v = c.tile_n * c.head_dim, c.tile_n * c.head_dim_v
-        swapped, scaled = int(c.is_swapped), int(c.row_scales) * c.stages * scale_words(c.tile_n)
+        swapped, scaled = int(c.is_swapped), int(c.row_scales) * c.stages * c.tile_n
 
         @cute.struct
         class SharedStorage:

@@ -22,7 +22,7 @@ from hopper.decode.schedule import Pieces, TileParts
 class Keys(LoopInvariant):
     """K or V as it is multiplied: its stages in shared memory, row-major (tile_n, head_dim, stages), and the pipeline
     that says when they are full. ``is_widened``: warps fill them, and not TMA. ``scales`` is empty, or has those of the
-    stages, (scale_words, stages), as ``RowScales`` leaves them."""
+    stages, float32 (tile_n, stages)."""
 
     smem: cute.Tensor
     pipe: Any

@@ -46,14 +46,12 @@ class Producer(LoopInvariant):
             head = divide(tile, work.batch.row_tiles(seqlens))
             first_row, keys = work.batch.first_row(sequence), seqlens.seqlen_k
             page, row = self._look_up(sequence, maximum(block, 0), first_row, keys)
-            self._load_scales(maximum(block, 0), keys, head, page, row)
             for _ in cutlass.range(maximum(block + 1 - first, 0), unroll=1):
                 block -= 1
                 next_page, next_row = self._look_up(sequence, maximum(block, first), first_row, keys)
                 self._load(head, page, row, state)
+                self._load_scales(block + 1, keys, head, (self.lane, page, row), state)
                 page, row = next_page, next_row
-                self._store_scales(state)
-                self._load_scales(maximum(block, first), keys, head, page, row)
                 state.advance()
             start += blocks.count
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
@@ -69,13 +67,12 @@ class Producer(LoopInvariant):
             page, row = self._place(sequence, first_row + key)
         return page, row
 
-    def _load_scales(self, block: Int32, keys: Int32, head: Int32, page: Int32, row: Int32):
+    def _load_scales(
+        self, block: Int32, keys: Int32, head: Int32, place: tuple, state: pipeline.PipelineState
+    ):
         for scales in self.keys.scales:
-            scales.load(block, keys, head, page, row, self.lane)
-
-    def _store_scales(self, state: pipeline.PipelineState):
-        for scales in self.keys.scales:
-            scales.store(self.keys.pipe.producer_get_barrier(state), state.index, self.lane)
+            barrier = self.keys.pipe.producer_get_barrier(state)
+            scales.load(block, keys, head, place, barrier, state.index)
 
     def _place(self, sequence: Int32, row: Int32) -> tuple[Int32, Int32]:
         """The page of a row of a sequence, and the row in it."""

@@ -12,9 +12,10 @@ from cute_kernels.fragments import COLUMNS_PER_GROUP, LANES_PER_ROW
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.window import Window
 from hopper.config import WARPGROUP_ROWS
-from hopper.decode.config import P_SCALE, ROWS_PER_GROUP, DecodeConfig
+from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
 from hopper.decode.masks import SwappedMask
 from hopper.decode.operands import Keys, clear_rows, sync_consumers
+from hopper.decode.row_scales import largest_of_block
 from hopper.decode.rows import SwappedRows, TileRows
 from hopper.decode.swapped_softmax import SwappedSoftmax
 from hopper.swizzled_bytes import SwizzledBytes, store_16_bits
@@ -33,6 +34,9 @@ TERM_SCALE = 16.0
 
 PRODUCTS = {4: 16, 8: 16, 16: 1}
 """Products of K Q^T that there are registers for, by the rows of a tile; half as many with 256 columns."""
+
+P_SCALE = 256.0
+"""P, of 1 at most, as it is split; e4m3 goes to 448."""
 
 Q_EXPONENT = 7
 """Of the largest element of a row of Q as it is split."""
@@ -315,11 +319,14 @@ class SwappedConsumer(LoopInvariant):
 
     @cute.jit
     def _load_factors(self, state: PipelineState):
-        """What ``RowScales`` left of the scales of V, if there are some: of P, and of the product of the block."""
+        """The scales of V of the block at ``state``, if there are some, over the largest of them, by which the product
+        of the block is multiplied: times P these are 1 at most, as split terms are to be."""
         for scales in self.v.scales:
+            largest = largest_of_block(scales, state.index, self.lane)
+            factor = Float32(P_SCALE) / largest
             for n in cutlass.range_constexpr(cute.size(self.weight_factors)):
-                self.weight_factors[n] = scales[self._key(n), state.index]
-            self.product_factor[0] = scales[self.config.tile_n, state.index]
+                self.weight_factors[n] = scales[self._key(n), state.index] * factor
+            self.product_factor[0] = largest
 
     @cute.jit
     def _add_product(self):

@@ -46,11 +46,8 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return "there is a softcap, and the cache is of e4m3"
     rows = shape.rows_a_kv_head
     if shape.has_scales_of_rows and not _is_swapped(call):
-        most = max(SWAPPED_TILE_M)
-        return (
-            f"scales are by {shape.scales}, which its kernel takes with up to {most} query rows of bfloat16 or e4m3 a "
-            f"K/V head, and there are {rows} of {shape.dtype}"
-        )
+        taken = "with queries of bfloat16 or e4m3"
+        return f"scales are by {shape.scales}, which its kernel takes {taken}, not {shape.dtype}"
     widest = max(_tile_n(call))
     if max(shape.head_dim, shape.head_dim_v) > widest:
         of_e4m3 = " of a cache of e4m3" if shape.is_fp8_cache else ""
@@ -84,7 +81,7 @@ def select_decode(call: CacheCall) -> DecodeConfig:
         shape.head_dim_v,
         call.mask.causal,
         *pages_of(call),
-        **fields_of(call),
+        **(fields_of(call) | {"rows": _rows_of_a_tile(call)}),
         cache_dtype=_cache_dtype(call),
         e4m3_queries=shape.dtype == FP8_DTYPE,
         row_scales=shape.has_scales_of_rows,
@@ -118,7 +115,7 @@ def pages_of(call: CacheCall) -> tuple[int, int]:
 
 def _box_rows(call: CacheCall) -> int | None:
     shape = call.shape
-    dtype, rows = str(shape.out_dtype).removeprefix("torch."), shape.rows_a_kv_head
+    dtype, rows = str(shape.out_dtype).removeprefix("torch."), _rows_of_a_tile(call)
     tile_n = tile_n_of(dtype, shape.head_dim, shape.head_dim_v, rows, _cache_dtype(call))
     return box_rows_of(tile_n, *pages_of(call))
 
@@ -134,7 +131,14 @@ def _tile_n(call: CacheCall) -> dict[int, int]:
 def _is_swapped(call: CacheCall) -> bool:
     shape = call.shape
     dtype = str(shape.out_dtype).removeprefix("torch.")
-    return tile_m_of(dtype, shape.rows_a_kv_head, _cache_dtype(call)) in SWAPPED_TILE_M
+    return tile_m_of(dtype, _rows_of_a_tile(call), _cache_dtype(call)) in SWAPPED_TILE_M
+
+
+def _rows_of_a_tile(call: CacheCall) -> int:
+    """Query rows of a K/V head that are to be in one tile: all, but for scales by page or token, which only kernels
+    with few rows take. These read keys once for each tile then."""
+    rows = call.shape.rows_a_kv_head
+    return min(rows, max(SWAPPED_TILE_M)) if call.shape.has_scales_of_rows else rows
 
 
 def _cache_dtype(call: CacheCall) -> str:

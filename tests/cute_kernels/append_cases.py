@@ -200,6 +200,5 @@ CASES = {
     "by token": by_row(4, True, 96, False, 0),
     "by token, rotated": by_row(4, True, 64, True, 32),
     "by page, rotated": by_row(4, False, 96, True, 16),
-    "by page": by_row(4, False, 96, False, 0),
     "hadamard": hadamard_alone(),
 }

@@ -58,6 +58,8 @@ def draw_scales(keys: Keys, kind: str) -> tuple[list[Tensor], list[list[Tensor]]
         ((192, 128), (4, 1), 4, torch.bfloat16, 256, "causal"),
         ((256, 256), (8, 2), 3, torch.bfloat16, 8, "causal"),
         ((128, 128), (32, 1), 1, torch.bfloat16, 64, "causal"),
+        ((128, 128), (8, 1), 7, torch.bfloat16, 32, "window"),
+        ((64, 64), (8, 1), 9, torch.bfloat16, 64, "causal"),
         ((128, 128), (8, 2), 1, torch.float16, 64, "window"),
     ],
     ids=str,
@@ -71,7 +73,7 @@ def test_decoding(
     mask: str,
     kind: str,
 ) -> None:
-    """The last two are more rows than the kernel takes, and queries that it does not."""
+    """The last two are more rows than the kernel takes, and queries that it does not; before them, several tiles."""
     keys = draw_keys((1000, 0, 77, 4097, 128), page_size, heads[1], dims)
     tensors, scales = draw_scales(keys, kind)
     torch.manual_seed(1)
@@ -81,7 +83,7 @@ def test_decoding(
     given: dict[str, Any] = {"causal": True, "window_size": sides, "return_softmax_lse": True}
     given |= {"cache_seqlens": keys.lengths, "page_table": keys.table}
     given |= {"k_descale": tensors[0], "v_descale": tensors[1]}
-    is_served = heads[0] // heads[1] * queries <= 16 and dtype == torch.bfloat16
+    is_served = heads[0] // heads[1] * queries <= 64 and dtype == torch.bfloat16
     assert explain_kvcache(q, keys.k, keys.v, **given).path == ("decode" if is_served else "general")
     out, lse = flash_attn_with_kvcache(q, keys.k, keys.v, **given)
     for _ in range(4):
@@ -183,7 +185,7 @@ def test_a_graph_of_steps_writes_and_reads_scales() -> None:
 def test_a_chunk_of_a_prompt_sees_what_decoding_sees() -> None:
     keys = draw_keys((300, 129), 64, 2, (128, 128))
     tensors, _ = draw_scales(keys, BY_TOKEN)
-    q = torch.randn(2, 100, 8, 128, device="cuda").bfloat16()
+    q = torch.randn(2, 100, 8, 128, device="cuda").bfloat16()  # 400 rows a K/V head
     given = {"cache_seqlens": keys.lengths, "page_table": keys.table, "causal": True}
     given |= {"k_descale": tensors[0], "v_descale": tensors[1]}
     chunk = flash_attn_with_kvcache(q, keys.k, keys.v, **given)

@@ -58,21 +58,22 @@ def _ldmatrix(name: str, ops: list[str]) -> Step:
 
 
 def _copy(name: str, ops: list[str]) -> Step:
-    """cp.async of 16 bytes a lane, zeros where it ignores its source, if it may. Until the wait its target holds
-    garbage."""
+    """cp.async of 16 bytes a lane, or past L1 of 4 too, zeros where it ignores its source, if it may. Until the wait
+    its target holds garbage."""
     (to, to_offset), (source, source_offset) = address_of(ops[0]), address_of(ops[1])
-    assert ".cg." in name and ops[2] == "16"
+    size = int(ops[2])
+    assert size == BYTES_PER_COPY or (".ca." in name and size == 4)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        cta, of_copy = warp.cta, np.arange(BYTES_PER_COPY)
+        cta, of_copy = warp.cta, np.arange(size)
         targets = (warp.get(to, np.uint32) + to_offset)[mask]
-        assert (targets % BYTES_PER_COPY == 0).all()
+        assert (targets % size == 0).all()
         cells = targets.astype(np.int64)[:, None] + of_copy
         data = np.zeros(cells.shape, np.uint8)
         ignored = warp.get(ops[3], np.bool_)[mask] if len(ops) > 3 else np.zeros(len(cells), np.bool_)
         copied = np.flatnonzero(~ignored)
         sources = warp.get(source, np.uint64)[mask][copied] + np.uint64(source_offset % 2**64)
-        for memory, which, at in cta.places(sources, BYTES_PER_COPY):
+        for memory, which, at in cta.places(sources, size):
             data[copied[which]] = memory[at[:, None] + of_copy]
         cta.shared[cells] = GARBAGE
 
@@ -80,6 +81,27 @@ def _copy(name: str, ops: list[str]) -> Step:
             cta.shared[cells] = data
 
         warp.groups["copy"].start(arrive)
+
+    return step
+
+
+def _arrive_of_copies(name: str, ops: list[str]) -> Step:
+    """An arrival of each lane at an mbarrier, once what it copies is there."""
+    base, offset = address_of(ops[0])
+    assert ".noinc." in name
+
+    def step(warp: Warp, mask: np.ndarray) -> None:
+        group, cta = warp.groups["copy"], warp.cta
+        copies, group.open = group.open, []
+        barrier = cta.barriers[int(warp.get(base, np.uint32)[mask][0]) + offset]
+
+        def arrive() -> None:
+            for copy in copies:
+                copy()
+            barrier.pending -= int(mask.sum())
+            barrier.settle()
+
+        cta.receive(arrive)
 
     return step
 
@@ -140,4 +162,6 @@ WARP_STEPS: dict[str, Callable[[str, list[str]], Step]] = {
     "ldmatrix": _ldmatrix,
     "mma.sync": _mma,
     "cp.async.cg": _copy,
+    "cp.async.ca": _copy,
+    "cp.async.mbarrier": _arrive_of_copies,
 }

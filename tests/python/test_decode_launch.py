@@ -202,14 +202,17 @@ def test_scales_of_rows_of_a_cache(kind: str, dtype: torch.dtype, kernels: Decod
     assert seen["v_descale"].data_ptr() == call["v_descale"].data_ptr()
 
 
-def test_scales_of_rows_with_many_queries_are_for_the_general_way(kernels: DecodeKernels) -> None:
+def test_scales_of_rows_with_many_queries(kernels: DecodeKernels) -> None:
+    """Up to 64 rows, in tiles of 16. Queries in float16 are not for its kernel."""
     case = replace(PAGES, head_dims=(32, 48), queries=(12, 12, 12))
-    plan = explain_kvcache(**build(case, "token"), device_capability=(9, 0))
-    assert plan.path == "general"
-    assert (
-        "scales are by token, which its kernel takes with up to 16 query rows of bfloat16" in plan.refused[0]
-    )
-    assert explain_kvcache(**build(PAGES, "page", torch.float16), device_capability=(9, 0)).path == "general"
+    call = build(case, "token")
+    assert (flash_attn_with_kvcache(**call) - case.expected(call)[0]).abs().max() <= 3e-2
+    assert kernels.loaded[-1].tile_m == 16
+    more = explain_kvcache(**build(replace(case, queries=(33, 33, 33)), "token"), device_capability=(9, 0))
+    assert more.path == "general" and "66 query rows share a K/V head" in more.refused[0]
+    other = explain_kvcache(**build(PAGES, "page", torch.float16), device_capability=(9, 0))
+    assert other.path == "general"
+    assert "scales are by page, which its kernel takes with queries of bfloat16 or e4m3" in other.refused[0]
 
 
 def test_hints_reach_the_kernel(kernels: DecodeKernels) -> None:
