@@ -142,6 +142,26 @@ def test_descales_and_none_of_them(kernel: StandIn) -> None:
     assert kernel.arguments[9] is None and kernel.configs[-1].is_scaled is False
 
 
+@pytest.mark.parametrize(("kind", "rows"), [("token", 8), ("page", 1)])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_scales_by_token_and_by_page(kind: str, rows: int, hadamard: bool, kernel: StandIn) -> None:
+    """The kernel sees those by page as if they were by token; tokens of e4m3 have nothing to do with them."""
+    given, expected = tensors(cache=FP8), tensors(cache=FP8)
+    scales = [{name: torch.full((4, rows, 2), 0.5) for name in ("k_descale", "v_descale")} for _ in range(2)]
+    append(*given, **scales[0], hadamard=hadamard)
+    append_to_cache(*expected, **scales[1], mix=rotate_keys if hadamard else None)
+    for found, wanted in zip(given[2:], expected[2:], strict=True):
+        assert torch.equal(found.float(), wanted.float())
+    for name in ("k_descale", "v_descale"):
+        assert torch.equal(scales[0][name], scales[1][name])
+        assert bool((scales[0][name] == 0.5).all()) == (kind == "page")
+    config = kernel.configs[-1]
+    assert (config.scales, config.hadamard) == (kind, hadamard)
+    assert kernel.arguments[9].shape == kernel.arguments[10].shape == (4, 8, 2)
+    append(*tensors(FP8, FP8), **scales[0])
+    assert kernel.configs[-1].scales == "sequence" and kernel.arguments[9:11] == (None, None)
+
+
 def test_what_cannot_be_read_in_vectors_is_copied(kernel: StandIn) -> None:
     _, v, *rest = tensors()
     wide = torch.randn(2, 3, 2, 33, generator=torch.Generator().manual_seed(4)).to(BF16)[..., 1:]
@@ -200,6 +220,9 @@ def test_why_not_elsewhere_and_where_sizes_are_too_large() -> None:
     ampere = Target("fake A100", (8, 0), assume_installed=True)
     assert "arch is sm_80, which has no instructions for float8_e4m3fn" in why_not_append(facts, ampere)
     assert why_not_append(append_facts(k, v, k_cache.to(BF16), v_cache.to(BF16)), ampere) == ""
+    of_v = facts.v_cache._replace(shape=(4, 8, 2, 264))
+    assert why_not_append(facts._replace(v_cache=of_v), H200) == ""
+    assert "v_cache has 264 columns" in why_not_append(facts._replace(v_cache=of_v, scales="token"), H200)
     long = facts._replace(table_shape=(2, 2**29))
     assert "there may be 4294967296 keys of a sequence" in why_not_append(long, H200)
     many = facts._replace(k=facts.k._replace(shape=(2**16, 2**16, 2, 32)))
