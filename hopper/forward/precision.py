@@ -13,6 +13,7 @@ from hopper.config import ForwardConfig
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import Mmas
 from hopper.forward.output import Output
+from hopper.forward.softmax import ComparingRoundingSoftmax, ComparingSinkSoftmax, ComparingSoftmax
 from hopper.forward.unscaled import NoCorrection, NoScales
 
 
@@ -35,9 +36,14 @@ class SixteenBits(LoopInvariant):
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
         dtype = DSL_DTYPES[self.config.dtype]
+        # Beyond that products take so long that maxima do not matter.
+        compares = self.config.head_dim <= 128
         if self.config.sinks:
-            return SinkSoftmax(*extras, scale_log2, dtype)
-        return RoundingSoftmax(scale_log2, dtype) if dtype is Float16 else OnlineSoftmax(scale_log2)
+            kind = ComparingSinkSoftmax if compares else SinkSoftmax
+            return kind(*extras, scale_log2, dtype)
+        if dtype is Float16:
+            return (ComparingRoundingSoftmax if compares else RoundingSoftmax)(scale_log2, dtype)
+        return (ComparingSoftmax if compares else OnlineSoftmax)(scale_log2)
 
     def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.fast_math import maximum_or_nan
+from cute_kernels.fast_math import as_float, largest_bits, maximum_or_nan, reduce_by_threes
 from cute_kernels.fragments import LANES_PER_ROW, as_rows
 
 
@@ -19,11 +19,6 @@ def thread_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int32:
     return largest_bits(_bits_of_row(acc_S, r, Int32))
 
 
-def largest_bits(values: list) -> Int32:
-    """Of signed integers, three at a time."""
-    return reduce_by_threes(values, cutlass.max)
-
-
 @cute.jit
 def row_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32) -> Float32:
     """The largest score of row ``r`` over all its lanes, from what ``thread_maximum`` found.
@@ -34,7 +29,7 @@ def row_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int], of_thread: Int32)
     if cute.arch.vote_any_sync(top < 0):
         of_negatives = over_lanes(reduce_by_threes(_bits_of_row(acc_S, r, Uint32), cutlass.min), cutlass.min)
         top = Int32(of_negatives) if top < 0 else top
-    return _as_float(top)
+    return as_float(top)
 
 
 @cute.jit
@@ -47,7 +42,7 @@ def thread_maximum_of_any(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int3
 
 def maximum_over_lanes(of_thread: Int32) -> Float32:
     """The largest of the scores whose bits the lanes of a row have, in all of them; NaN if one of them is."""
-    return over_lanes(_as_float(of_thread), maximum_or_nan)
+    return over_lanes(as_float(of_thread), maximum_or_nan)
 
 
 def larger_as_integers(a: Int32, b: Int32) -> Int32:
@@ -59,27 +54,9 @@ def larger_as_integers(a: Int32, b: Int32) -> Int32:
     )
 
 
-def _as_float(bits: Int32) -> Float32:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
-
-
 def _bits_of_row(acc_S: cute.Tensor, r: int, dtype: type[cutlass.Numeric]) -> list:
     rows = as_rows(cute.recast_tensor(acc_S, Int32))
     return [dtype(rows[r, i]) for i in range(cute.size(rows, mode=[1]))]
-
-
-def reduce_by_threes(values: list, operation):
-    """A tree of threes: Hopper takes the maximum of three words in one instruction, floats (FMNMX) excepted."""
-    while len(values) > 1:
-        values = [_reduce_three(values[i : i + 3], operation) for i in range(0, len(values), 3)]
-    return values[0]
-
-
-def _reduce_three(values: list, operation):
-    first, *others = values
-    for other in others:
-        first = operation(first, other)
-    return first
 
 
 def over_lanes(x, operation):
