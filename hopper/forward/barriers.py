@@ -12,7 +12,7 @@ MAX_CONSUMERS = 3
 
 
 class NamedBarrier(IntEnum):
-    """First id of each family; a family has one barrier for each consumer warpgroup, but for V_READ, which is one. The id
+    """First id of each family; a family has one barrier for each consumer warpgroup. V_READ is only one, and the id
     before it is taken by ``kv_source``."""
 
     EPILOGUE = 1
@@ -69,6 +69,4 @@ def sync_warpgroup(wg: Int32):
 @cute.jit
 def sync_consumers(config: ForwardConfig):
     """Barrier among all consumer warpgroups: none of them reads V any more."""
-    cute.arch.barrier(
-        barrier_id=NamedBarrier.V_READ, number_of_threads=config.consumers * WARPGROUP_THREADS
-    )
+    cute.arch.barrier(barrier_id=NamedBarrier.V_READ, number_of_threads=config.consumers * WARPGROUP_THREADS)

@@ -116,6 +116,7 @@ class ForwardKernel:
     |---|---|---|---|
     | EPILOGUE + wg | `1` | `128` | the staging of O in shared memory by warpgroup wg |
     | PING_PONG + wg | `4` | `256` | the turn of warpgroup wg on the tensor cores |
+    | V_READ | `8` | `128 * consumers` | the last P V of all warpgroups, where O is then staged in V's place |
 
     One tile in time, two consumers in ping-pong (S is Q K^T of a block, O is P V of the block before it, in the
     order in which the tensor cores get them; ~ is softmax)::

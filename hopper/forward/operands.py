@@ -30,8 +30,8 @@ class PerOperand(NamedTuple):
 class Pipelines(NamedTuple):
     """From the producer to the consumers; the docstring of ``ForwardKernel`` has their table.
 
-    ``rows`` is empty, or that of V in rows, within the producer. ``o`` is empty, or says when O, which lies in V's place,
-    has been read.
+    ``rows`` is empty, or that of V in rows, within the producer. ``o`` is empty, or says when O, which lies in V's
+    place, has been read.
     """
 
     q: PipelineTmaAsync

@@ -35,10 +35,12 @@ class SixteenBits(LoopInvariant):
     """Whether all registers are taken in a tile, so that what can be computed again after it is not kept."""
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
-        dtype = DSL_DTYPES[self.config.dtype]
-        # Beyond that products take so long that maxima do not matter.
-        compares = self.config.head_dim <= 128
-        if self.config.sinks:
+        config, dtype = self.config, DSL_DTYPES[self.config.dtype]
+        # Beyond head_dim 128 products take so long that maxima do not matter; what else is in the softmax's way takes
+        # the registers of a second way to a maximum.
+        is_crowded = config.softcap or config.dropout or bool(config.functions)
+        compares = config.head_dim <= 128 and not is_crowded
+        if config.sinks:
             kind = ComparingSinkSoftmax if compares else SinkSoftmax
             return kind(*extras, scale_log2, dtype)
         if dtype is Float16:

@@ -17,6 +17,7 @@ from cute_kernels.fast_math import (
     pack,
     permute_bytes,
     pin,
+    reduce_by_threes,
     round_to_e4m3,
     unpack,
 )
@@ -36,7 +37,7 @@ from hopper.forward.fp8.exp2 import (
     sum_of_words,
 )
 from hopper.forward.fp8.operand_a import store_words_as_operand_a_e4m3
-from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes, reduce_by_threes
+from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
     LEAST_MAXIMUM_EXPONENT,
