@@ -194,6 +194,33 @@ def maximum_of(values: cute.Tensor, start: Float32) -> Float32:
     return level[0]
 
 
+def as_float(bits: Int32) -> Float32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+
+
+def as_bits(x: Float32) -> Int32:
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+def largest_bits(values: list) -> Int32:
+    """Of signed integers, three at a time. Bits of floats have that order wherever one of them is not negative."""
+    return reduce_by_threes(values, cutlass.max)
+
+
+def reduce_by_threes(values: list, operation):
+    """A tree of threes: Hopper takes the maximum of three words in one instruction, floats (FMNMX) excepted."""
+    while len(values) > 1:
+        values = [_reduce_three(values[i : i + 3], operation) for i in range(0, len(values), 3)]
+    return values[0]
+
+
+def _reduce_three(values: list, operation):
+    first, *others = values
+    for other in others:
+        first = operation(first, other)
+    return first
+
+
 @cute.jit
 def max_over_lanes(x: Float32, lanes: cutlass.Constexpr[int]) -> Float32:
     """Largest ``x`` of a group of ``lanes`` neighbouring lanes, in every one of them."""

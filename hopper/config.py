@@ -35,6 +35,9 @@ WARPGROUP_ROWS = 64
 BARRIER_BYTES = 1_024
 """Shared memory set aside for mbarriers, the scheduler's mailbox and alignment."""
 
+WIDE_HEAD_DIM = 160
+"""From here on a Q that is awaited costs more than warpgroups that wait for each other once a tile."""
+
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
 
@@ -155,12 +158,24 @@ class ForwardConfig:
 
     @property
     def o_shares_q(self) -> bool:
-        """Whether O is staged in Q's shared memory, because a buffer of its own would not fit."""
+        """Whether O is staged in Q's shared memory, because a buffer of its own would not fit, nor could V's serve."""
+        return self._o_needs_place and not self.o_shares_v
+
+    @property
+    def o_shares_v(self) -> bool:
+        """Whether O is staged in V's shared memory, because a buffer of its own would not fit, so that the next Q and K
+        are loaded meanwhile. Not where rows are so short that it costs more that warpgroups wait for each other."""
+        holds_o = self.stages * self.tile_n >= self.tile_m and self.element_bytes == 2
+        pays = self.head_dim >= WIDE_HEAD_DIM and self.warp_specialized and not self.page_box
+        return self._o_needs_place and holds_o and pays
+
+    @property
+    def _o_needs_place(self) -> bool:
         return self.q_bytes + self.kv_bytes + self.o_bytes + BARRIER_BYTES > self.smem_limit
 
     @property
     def smem_bytes(self) -> int:
-        staging = self.q_bytes if self.o_shares_q else self.q_bytes + self.o_bytes
+        staging = self.q_bytes if self._o_needs_place else self.q_bytes + self.o_bytes
         return staging + self.kv_bytes + BARRIER_BYTES
 
     @property

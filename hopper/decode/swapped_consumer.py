@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineState
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.fast_math import max_over_lanes, permute_bytes, split_e4m3, unpack
+from cute_kernels.fast_math import as_float, max_over_lanes, permute_bytes, split_e4m3, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, LANES_PER_ROW
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.window import Window
@@ -362,7 +362,3 @@ def scales_of(largest: Float32) -> tuple[Float32, Float32]:
     of_inverse = (exponent - Q_EXPONENT) << 23
     of_inverse = Int32(-1) if exponent == SCALED_QUERIES["infinite"] else of_inverse
     return as_float(of_scale), as_float(of_inverse)
-
-
-def as_float(bits: Int32) -> Float32:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])

@@ -12,10 +12,12 @@ MAX_CONSUMERS = 3
 
 
 class NamedBarrier(IntEnum):
-    """First id of each family; a family has one barrier for each consumer warpgroup."""
+    """First id of each family; a family has one barrier for each consumer warpgroup. V_READ is only one, and the id
+    before it is taken by ``kv_source``."""
 
     EPILOGUE = 1
     PING_PONG = EPILOGUE + MAX_CONSUMERS
+    V_READ = PING_PONG + MAX_CONSUMERS + 1
 
 
 class PingPong(LoopInvariant):
@@ -62,3 +64,9 @@ class PingPong(LoopInvariant):
 def sync_warpgroup(wg: Int32):
     """Barrier among the 128 threads of one consumer warpgroup."""
     cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE + wg, number_of_threads=WARPGROUP_THREADS)
+
+
+@cute.jit
+def sync_consumers(config: ForwardConfig):
+    """Barrier among all consumer warpgroups: none of them reads V any more."""
+    cute.arch.barrier(barrier_id=NamedBarrier.V_READ, number_of_threads=config.consumers * WARPGROUP_THREADS)

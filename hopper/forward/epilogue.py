@@ -11,9 +11,9 @@ from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import normalize_rows
-from hopper.forward.barriers import sync_warpgroup
+from hopper.forward.barriers import sync_consumers, sync_warpgroup
 from hopper.forward.consumer import Consumer
-from hopper.forward.operands import q_state
+from hopper.forward.operands import o_state, q_state
 from hopper.forward.places import TilePlace
 from hopper.forward.store import DenseTmaStore
 from hopper.forward.unscaled import NoCorrection
@@ -56,19 +56,25 @@ class Epilogue(LoopInvariant):
         self.store.lse(lse, head, seqlens, row, self.lane)
 
         is_store_warp = self.warp_in_group == 0
-        if is_store_warp:
-            self.store.wait()
-        sync_warpgroup(wg)
+        if const_expr(config.o_shares_v):
+            sync_consumers(config)
+        else:
+            if is_store_warp:
+                self.store.wait()
+            sync_warpgroup(wg)
         sO = self.store.o.smem[None, None, wg]
         self._registers_to_shared(consumer, sO)
         cute.arch.fence_view_async_shared()
         sync_warpgroup(wg)
         if is_store_warp:
             self.store.start(wg, m_block * config.consumers + wg, head, seqlens)
-            if const_expr(config.o_shares_q):
+            if const_expr(config.o_shares_q or config.o_shares_v):
                 # Whichever lane issued the copy, no lane of the warp goes on before it has been read.
                 self.store.wait()
                 cute.arch.sync_warp()
+            for pipe in consumer.pipes.o:
+                if self.lane == 0:
+                    pipe.consumer_release(o_state(q_phase))
         if const_expr(config.o_shares_q):
             consumer.pipes.q.consumer_release(q_state(config, wg, q_phase))
 

@@ -116,6 +116,7 @@ class ForwardKernel:
     |---|---|---|---|
     | EPILOGUE + wg | `1` | `128` | the staging of O in shared memory by warpgroup wg |
     | PING_PONG + wg | `4` | `256` | the turn of warpgroup wg on the tensor cores |
+    | V_READ | `8` | `128 * consumers` | the last P V of all warpgroups, where O is then staged in V's place |
 
     One tile in time, two consumers in ping-pong (S is Q K^T of a block, O is P V of the block before it, in the
     order in which the tensor cores get them; ~ is softmax)::
@@ -240,7 +241,7 @@ class ForwardKernel:
         sQ = storage.sQ.get_tensor(layouts.q.outer, swizzle=layouts.q.inner)
         sK = storage.sK.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
         sVt = storage.sV.get_tensor(layouts.vt.outer, swizzle=layouts.vt.inner)
-        o_memory = storage.sQ if const_expr(c.o_shares_q) else storage.sO
+        o_memory = storage.sQ if c.o_shares_q else storage.sV if c.o_shares_v else storage.sO
         sO = o_memory.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
 
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -399,7 +400,7 @@ class ForwardKernel:
 
     def _shared_storage(self, layouts: SmemLayouts) -> type:
         c = self.config
-        o_elements = 0 if c.o_shares_q else cute.cosize(layouts.o.outer)
+        o_elements = 0 if c.o_shares_q or c.o_shares_v else cute.cosize(layouts.o.outer)
         row_stages = self.parts.kv_source.row_stages
         scale_floats, mean_floats = self.parts.precision.scale_floats, self.parts.precision.mean_floats
 
@@ -408,6 +409,7 @@ class ForwardKernel:
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.consumers]
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
+            barriers_o: cute.struct.MemRange[cutlass.Int64, 2 * c.o_shares_v]
             barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
             mailbox: cute.struct.Align[cute.struct.MemRange[Int32, self._mailbox_words], 16]
             barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * row_stages]

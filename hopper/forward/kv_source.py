@@ -7,7 +7,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
-from cutlass.pipeline import Agent, CooperativeGroup, PipelineTmaAsync
+from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 
 from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
@@ -113,6 +113,7 @@ class DenseTma(LoopInvariant):
             self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * c.head_dim),
             self._make_v_pipeline(storage, warps_of_all),
             self._make_row_pipelines(storage),
+            self._make_o_pipelines(storage),
         )
 
     def _make_v_pipeline(self, storage: Any, consumers: CooperativeGroup):
@@ -121,6 +122,18 @@ class DenseTma(LoopInvariant):
 
     def _make_row_pipelines(self, storage: Any) -> tuple[PipelineTmaAsync, ...]:
         return ()
+
+    def _make_o_pipelines(self, storage: Any) -> tuple[PipelineAsync, ...]:
+        if not self.config.o_shares_v:
+            return ()
+        pipe = PipelineAsync.create(
+            num_stages=1,
+            producer_group=CooperativeGroup(Agent.Thread, 1),
+            consumer_group=CooperativeGroup(Agent.Thread, self.config.consumers),
+            barrier_storage=storage.barriers_o.data_ptr(),
+            defer_sync=True,
+        )
+        return (pipe,)
 
     def _tma_pipeline(
         self, barriers: Any, stages: int, consumers: CooperativeGroup, elements: int

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.pipeline import PipelineState, PipelineTmaAsync
+from cutlass.pipeline import PipelineAsync, PipelineState, PipelineTmaAsync
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange, KeyBlocks, ListedBlocks
@@ -30,13 +30,15 @@ class PerOperand(NamedTuple):
 class Pipelines(NamedTuple):
     """From the producer to the consumers; the docstring of ``ForwardKernel`` has their table.
 
-    ``rows`` is empty, or that of V in rows, within the producer.
+    ``rows`` is empty, or that of V in rows, within the producer. ``o`` is empty, or says when O, which lies in V's
+    place, has been read.
     """
 
     q: PipelineTmaAsync
     k: PipelineTmaAsync
     v: PipelineTmaAsync
     rows: tuple[PipelineTmaAsync, ...]
+    o: tuple[PipelineAsync, ...] = ()
 
 
 class Mmas(NamedTuple):
@@ -95,6 +97,11 @@ class Work(LoopInvariant):
 def q_state(config: ForwardConfig, wg: Int32, phase: Int32) -> PipelineState:
     """Where Q's pipeline stands for warpgroup ``wg``, which owns the stage of its number; a tile is a phase."""
     return PipelineState(config.consumers, Int32(0), Int32(wg), phase)
+
+
+def o_state(phase: Int32) -> PipelineState:
+    """Where the pipeline of V's memory stands that O is staged in; a tile is a phase."""
+    return PipelineState(1, Int32(0), Int32(0), phase)
 
 
 def consumer_slot(state: PipelineState) -> Int32:

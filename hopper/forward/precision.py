@@ -13,6 +13,7 @@ from hopper.config import ForwardConfig
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import Mmas
 from hopper.forward.output import Output
+from hopper.forward.softmax import ComparingRoundingSoftmax, ComparingSinkSoftmax, ComparingSoftmax
 from hopper.forward.unscaled import NoCorrection, NoScales
 
 
@@ -34,10 +35,17 @@ class SixteenBits(LoopInvariant):
     """Whether all registers are taken in a tile, so that what can be computed again after it is not kept."""
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
-        dtype = DSL_DTYPES[self.config.dtype]
-        if self.config.sinks:
-            return SinkSoftmax(*extras, scale_log2, dtype)
-        return RoundingSoftmax(scale_log2, dtype) if dtype is Float16 else OnlineSoftmax(scale_log2)
+        config, dtype = self.config, DSL_DTYPES[self.config.dtype]
+        # Beyond head_dim 128 products take so long that maxima do not matter; what else is in the softmax's way takes
+        # the registers of a second way to a maximum.
+        is_crowded = config.softcap or config.dropout or bool(config.functions)
+        compares = config.head_dim <= 128 and not is_crowded
+        if config.sinks:
+            kind = ComparingSinkSoftmax if compares else SinkSoftmax
+            return kind(*extras, scale_log2, dtype)
+        if dtype is Float16:
+            return (ComparingRoundingSoftmax if compares else RoundingSoftmax)(scale_log2, dtype)
+        return (ComparingSoftmax if compares else OnlineSoftmax)(scale_log2)
 
     def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""

@@ -9,7 +9,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.seqlen import PackedRows, SeqlenInfo
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
-from hopper.forward.operands import PerOperand, Pipelines, producer_slot, q_state
+from hopper.forward.operands import PerOperand, Pipelines, o_state, producer_slot, q_state
 from hopper.forward.unscaled import NoScales
 
 
@@ -66,6 +66,9 @@ class Producer(LoopInvariant):
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, first, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
+        for pipe in self.pipes.o:
+            # Q and K of a tile are loaded while O of the one before leaves V's place.
+            pipe.producer_acquire(o_state(q_phase))
         self._load(self.pipes.v, self.v.atom, tVsV, tVgV, first, kv_state)
         kv_state.advance()
         for step in cutlass.range(blocks.count - 1, unroll=1):

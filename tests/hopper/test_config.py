@@ -106,6 +106,17 @@ def test_output_staging_shares_query_memory_only_when_it_must():
     assert narrow.smem_bytes == narrow.q_bytes + narrow.o_bytes + narrow.kv_bytes + 1024
 
 
+def test_output_of_wide_heads_is_staged_in_the_memory_of_v():
+    shipped = {config for config in shipped_forward_configs() if config.o_shares_v}
+    assert {config.head_dim for config in shipped} == {160, 192, 256}
+    wide = select_forward_config("bfloat16", 256, 256, True, 4096)
+    assert wide in shipped and not wide.o_shares_q
+    assert wide.smem_bytes == wide.q_bytes + wide.kv_bytes + 1024
+    # A tile's last V may be as short as O is long, but no shorter; loads of pages go their own way.
+    assert replace(wide, tile_n=64).o_shares_v and replace(wide, tile_n=80, page_box=16).o_shares_q
+    assert not base().o_shares_v and base().o_shares_q
+
+
 def test_ctas_of_an_sm_share_its_registers_and_shared_memory():
     alone = replace(base(), tile_m=64, tile_n=96, warp_specialized=False, ping_pong=False)
     for ctas, limit, registers in (

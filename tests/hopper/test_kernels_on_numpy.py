@@ -68,6 +68,26 @@ def test_forward(head_dim, causal, seqlens, heads) -> None:
     check_forward(config, draw(torch.bfloat16, seqlens, heads, head_dim), ctas=2)
 
 
+def test_maxima_of_scores_of_any_sign() -> None:
+    """Bits are compared only where a row of the warp has no negative maximum: rows with positive scores only in some
+    blocks, or in none, are in all places."""
+    config = replace(select_forward_config("bfloat16", 64, 64, True, 16384), tile_n=64)
+    q, k, v = draw(torch.bfloat16, (80, 400), (1, 1), 64)
+    some_rows = torch.where(torch.arange(80).view(1, -1, 1, 1) % 7 == 0, -1, 1).bfloat16()
+    some_keys = torch.where(torch.arange(400).view(1, -1, 1, 1) < 250, -1, 1).bfloat16()
+    for queries, keys in ((-q.abs(), k.abs()), (q.abs() * some_rows, k.abs() * some_keys)):
+        check_forward(config, [queries, keys, v])
+
+
+def test_output_staged_in_the_memory_of_v_waits_for_it_and_is_waited_for() -> None:
+    config = select_forward_config("bfloat16", 256, 256, False, 16384)
+    assert config.o_shares_v
+    q, k, v = draw(torch.bfloat16, (260, 170), (1, 1), 256)
+    for timing in (AT_ONCE, LATE):
+        out, _ = forward_on_numpy(config, q, k, v, 0.0625, 1, timing)
+        assert relative(out, attention_naive(q, k, v)[0]) < EPSILON[out.dtype]
+
+
 ABLATION = [
     {"pipelined": False, "ping_pong": False, "tile_n": 80},
     {"tile_m": 64, "ping_pong": False, "registers": Registers(256, 24), "tile_n": 80},

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.fast_math import maximum_or_nan
+from cute_kernels.fast_math import as_float, largest_bits, maximum_or_nan, reduce_by_threes
 from cute_kernels.fragments import LANES_PER_ROW, as_rows
 
 
@@ -17,11 +17,6 @@ def thread_maximum(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int32:
     gives, is above all. Where none is positive, this is one of the scores, but not the largest.
     """
     return largest_bits(_bits_of_row(acc_S, r, Int32))
-
-
-def largest_bits(values: list) -> Int32:
-    """Of signed integers, three at a time."""
-    return reduce_by_threes(values, cutlass.max)
 
 
 @cute.jit
@@ -46,7 +41,7 @@ def row_maxima(acc_S: cute.Tensor, rows: cutlass.Constexpr[tuple[int, ...]], of_
                 reduce_by_threes(_bits_of_row(acc_S, rows[i], Uint32), cutlass.min), cutlass.min
             )
             tops[i] = Int32(of_negatives) if tops[i] < 0 else tops[i]
-    return [_as_float(top) for top in tops]
+    return [as_float(top) for top in tops]
 
 
 @cute.jit
@@ -59,7 +54,7 @@ def thread_maximum_of_any(acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Int3
 
 def maximum_over_lanes(of_thread: Int32) -> Float32:
     """The largest of the scores whose bits the lanes of a row have, in all of them; NaN if one of them is."""
-    return over_lanes(_as_float(of_thread), maximum_or_nan)
+    return over_lanes(as_float(of_thread), maximum_or_nan)
 
 
 def larger_as_integers(a: Int32, b: Int32) -> Int32:
@@ -71,27 +66,9 @@ def larger_as_integers(a: Int32, b: Int32) -> Int32:
     )
 
 
-def _as_float(bits: Int32) -> Float32:
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
-
-
 def _bits_of_row(acc_S: cute.Tensor, r: int, dtype: type[cutlass.Numeric]) -> list:
     rows = as_rows(cute.recast_tensor(acc_S, Int32))
     return [dtype(rows[r, i]) for i in range(cute.size(rows, mode=[1]))]
-
-
-def reduce_by_threes(values: list, operation):
-    """A tree of threes: Hopper takes the maximum of three words in one instruction, floats (FMNMX) excepted."""
-    while len(values) > 1:
-        values = [_reduce_three(values[i : i + 3], operation) for i in range(0, len(values), 3)]
-    return values[0]
-
-
-def _reduce_three(values: list, operation):
-    first, *others = values
-    for other in others:
-        first = operation(first, other)
-    return first
 
 
 def over_lanes(x, operation):

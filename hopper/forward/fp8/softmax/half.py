@@ -18,6 +18,7 @@ from cute_kernels.fast_math import (
     permute_bytes,
     pin,
     positive_difference_of_halves,
+    reduce_by_threes,
     round_to_e4m3,
     subtract_halves,
     unpack,
@@ -38,7 +39,7 @@ from hopper.forward.fp8.exp2 import (
     sum_of_words,
 )
 from hopper.forward.fp8.operand_a import store_words_as_operand_a_e4m3
-from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes, reduce_by_threes
+from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
     FAR_EXPONENT,

@@ -6,14 +6,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, const_expr
 
-from cute_kernels.fast_math import exp2, max_over_lanes, maximum_or_nan, multiply_rounded, pin, unpack
+from cute_kernels.fast_math import (
+    exp2,
+    largest_bits,
+    max_over_lanes,
+    maximum_or_nan,
+    multiply_rounded,
+    pin,
+    unpack,
+)
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
 from cute_kernels.integers import minimum
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.softmax import scale_row
 from hopper.forward.fp8.exp2 import exp2_of_pair_by_chords, is_polynomial, largest_pair, scale_words
 from hopper.forward.fp8.operand_a import store_groups_as_operand_a_e4m3, store_row_as_operand_a_e4m3
-from hopper.forward.fp8.row_maximum import largest_bits, over_lanes, row_maxima, thread_maximum
+from hopper.forward.fp8.row_maximum import over_lanes, row_maxima, thread_maximum
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
     LARGEST_SUM_EXPONENT,

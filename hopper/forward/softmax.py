@@ -1,0 +1,72 @@
+"""Softmax of scores in float32 whose maxima are found by comparing integers: Hopper takes three at a time."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.fast_math import (
+    as_bits,
+    as_float,
+    largest_bits,
+    max_over_lanes,
+    maximum_of,
+    multiply_rounded,
+)
+from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
+from cute_kernels.softmax import LEAST, OnlineSoftmax, RoundingSoftmax, WithSinks
+
+
+class WithComparedBits(OnlineSoftmax):
+    """Mixin, to be put before a softmax: a block's maxima by comparing the bits of its scores (VIMNMX3).
+
+    Bits of floats have the order of signed integers wherever one of them is not negative. So they are compared in
+    blocks before which no row of the warp has a negative maximum, which is known before the scores come, and floats in
+    the others: the maximum is exact for any scores. A row with a NaN among them is NaN in either case.
+    """
+
+    def __init__(self, *softmax: Any):
+        super().__init__(*softmax)
+        self.row_max.fill(-Float32.inf)
+
+    def enter_block(self, slot: Int32):
+        smaller = cute.arch.fmin(self.row_max[0], self.row_max[1])
+        self.compares_bits = cute.arch.vote_all_sync(smaller >= Float32(0.0))
+
+    def take_scores(self, acc_S: cute.Tensor, is_first: bool):
+        if is_first:
+            OnlineSoftmax.take_scores(self, acc_S, True)
+        else:
+            self._take_later_scores(acc_S)
+
+    @cute.jit
+    def _take_later_scores(self, acc_S: cute.Tensor):
+        scores, bits = as_rows(acc_S), as_rows(cute.recast_tensor(acc_S, Int32))
+        first, second = as_bits(self.row_max[0]), as_bits(self.row_max[1])
+        if self.compares_bits:
+            first = self._largest_with(first, bits[0, None])
+            second = self._largest_with(second, bits[1, None])
+        else:
+            first = as_bits(maximum_of(scores[0, None], self.row_max[0]))
+            second = as_bits(maximum_of(scores[1, None], self.row_max[1]))
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row_max = max_over_lanes(as_float((first, second)[r]), LANES_PER_ROW)
+            shift = cute.arch.fmax(multiply_rounded(row_max, self.scale_log2), Float32(LEAST))
+            self._move_shift(r, shift, False)
+            self.row_max[r] = row_max
+
+    def _largest_with(self, start: Int32, row: cute.Tensor) -> Int32:
+        return largest_bits([start, *(row[i] for i in range(cute.size(row)))])
+
+
+class ComparingSoftmax(WithComparedBits, OnlineSoftmax):
+    """``OnlineSoftmax`` that compares bits."""
+
+
+class ComparingRoundingSoftmax(WithComparedBits, RoundingSoftmax):
+    """``RoundingSoftmax`` that compares bits."""
+
+
+class ComparingSinkSoftmax(WithSinks, ComparingRoundingSoftmax):
+    """The same with sinks."""
