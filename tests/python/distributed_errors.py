@@ -63,6 +63,16 @@ def check_or_not(number: int) -> str:
     return error_of(lambda: context_parallel_attention(x, x, x, group, **options))
 
 
+def change() -> str:
+    """What ranks are told where both have made a call, and rank 1 makes another one next."""
+    odd, x = dist.get_rank() == 1, torch.zeros(1, 8, 2, 16, dtype=DTYPE)
+    group = dist.new_group([0, 1], timedelta(seconds=30), use_local_synchronization=True)
+    for _ in range(3):
+        context_parallel_attention(x, x.clone(), x.clone(), group, method="ring", timeout=0.5)
+    options = {"method": "ring", "timeout": 0.5, "causal": odd}
+    return error_of(lambda: context_parallel_attention(x, x.clone(), x.clone(), group, **options))
+
+
 def stay_away(method: str, check: str) -> str:
     """Rank 1 of a new group does not call: what rank 0 is told, and how soon."""
     group = dist.new_group([0, 1], timedelta(seconds=30))

@@ -329,6 +329,16 @@ def test_ranks_that_disagree_are_told_who_and_in_what(pool: Pool) -> None:
     assert all(pool(2, "round_trip", 2, "zigzag"))
 
 
+def test_ranks_that_part_later_are_told_so_after_their_time(pool: Pool) -> None:
+    # What was agreed on is not said again, so that nobody knows it sooner.
+    old, new = pool(2, "distributed_errors.change")
+    assert old.startswith("PeerError: rank 0 waited in vain to send K and V to rank 1")
+    assert old.endswith("; meanwhile rank 1 came to another call, whose shapes or options are new there")
+    assert new.startswith(
+        "PeerError: rank 1 waited in vain for rank 0 to call attention with new shapes or options"
+    )
+
+
 @pytest.mark.parametrize("calls_before", [0, 1, 2])
 def test_a_rank_that_checks_is_told_of_one_that_does_not(pool: Pool, calls_before: int) -> None:
     told, other = pool(2, "distributed_errors.check_or_not", calls_before)
