@@ -28,12 +28,12 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "quantization": (Fp8Quantization(granularity="head"), Fp8Quantization()),
     "cu_seqlens": ((0, 4), (0, 5)),
 }
-"""Arguments of rank 0 and of rank 1."""
+"""Arguments of all ranks but the last, and of the last."""
 
 
-def disagree(about: str) -> str:
-    """What a rank is told where rank 1 calls with something else."""
-    odd = dist.get_rank() == 1
+def disagree(about: str, ranks: int = 2) -> str:
+    """What a rank is told where the last one calls with something else."""
+    odd = dist.get_rank() == ranks - 1
     rows, options = 8, {"timeout": 20.0}
     if about == "shape":
         rows = 12 if odd else 8
@@ -49,7 +49,7 @@ def disagree(about: str) -> str:
     if about == "cu_seqlens":
         x = x[0]
     options = {"method": "ring"} | options
-    return error_of(lambda: context_parallel_attention(x, x, x, groups()[2], **options))
+    return error_of(lambda: context_parallel_attention(x, x, x, groups()[ranks], **options))
 
 
 def check_or_not(number: int) -> str:
@@ -61,6 +61,16 @@ def check_or_not(number: int) -> str:
         context_parallel_attention(x, x, x, group, method="ring", check=check, timeout=0.5)
     options = {"method": "ring", "causal": True, "timeout": 0.5, "check": "never" if odd else "first"}
     return error_of(lambda: context_parallel_attention(x, x, x, group, **options))
+
+
+def change() -> str:
+    """What ranks are told where both have made a call, and rank 1 makes another one next."""
+    odd, x = dist.get_rank() == 1, torch.zeros(1, 8, 2, 16, dtype=DTYPE)
+    group = dist.new_group([0, 1], timedelta(seconds=30), use_local_synchronization=True)
+    for _ in range(3):
+        context_parallel_attention(x, x.clone(), x.clone(), group, method="ring", timeout=0.5)
+    options = {"method": "ring", "timeout": 0.5, "causal": odd}
+    return error_of(lambda: context_parallel_attention(x, x.clone(), x.clone(), group, **options))
 
 
 def stay_away(method: str, check: str) -> str:

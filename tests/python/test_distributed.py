@@ -120,6 +120,7 @@ GATHER = [
     Case(4, "all_gather", CAUSAL | {"cu_seqlens": ODD}, batch=1, has_sinks=True),
     Case(3, "all_gather", {"cu_seqlens": ODD, "window_size": (4, 2)}, batch=1),
     Case(2, "all_gather", {"window_size": (20, 0)}, seqlen=16),
+    Case(8, "all_gather", CAUSAL, batch=1),
 ]
 ULYSSES = [
     Case(2, "ulysses", CAUSAL, has_sinks=True),
@@ -132,6 +133,7 @@ ULYSSES = [
     Case("2x2", "auto", CAUSAL | {"cu_seqlens": ODD}, batch=1),
     Case("2x4", "mesh", {"window_size": (9, 0), "layout": "contiguous"}),
     Case(4, "auto", CAUSAL),
+    Case(8, "ulysses", CAUSAL, heads=(8, 2), batch=1),
 ]
 
 
@@ -217,7 +219,7 @@ def test_a_ring_repeats_its_bits(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "granularity"), [(2, "block"), ("2x2", "block"), (3, "block"), (2, "head")]
+    ("ranks", "granularity"), [(2, "block"), ("2x2", "block"), (3, "block"), (2, "head"), (8, "tensor")]
 )
 def test_keys_and_values_travel_in_e4m3(pool: Pool, ranks: int | str, granularity: str) -> None:
     # The same quantization on one process, of the whole sequence, is off by as much.
@@ -315,8 +317,26 @@ def test_ranks_that_disagree_are_told_who_and_in_what(pool: Pool) -> None:
         assert of_ranks[1].startswith(
             f"DisagreementError: {name} is {there!r} on rank 1 and {here!r} on rank 0,"
         )
+    *others, last = pool(3, "distributed_errors.disagree", "timeout", 3)
+    for rank, told in enumerate(others):
+        assert told.startswith(
+            f"DisagreementError: timeout is 20.0 on rank {rank} and 30.0 on rank 2, allowed: the"
+        )
+    assert last.startswith(
+        "DisagreementError: timeout is 30.0 on rank 2 and 20.0 on rank 0, allowed: the same on all"
+    )
     # And after that the same ranks can go on.
     assert all(pool(2, "round_trip", 2, "zigzag"))
+
+
+def test_ranks_that_part_later_are_told_so_after_their_time(pool: Pool) -> None:
+    # What was agreed on is not said again, so that nobody knows it sooner.
+    old, new = pool(2, "distributed_errors.change")
+    assert old.startswith("PeerError: rank 0 waited in vain to send K and V to rank 1")
+    assert old.endswith("; meanwhile rank 1 came to another call, whose shapes or options are new there")
+    assert new.startswith(
+        "PeerError: rank 1 waited in vain for rank 0 to call attention with new shapes or options"
+    )
 
 
 @pytest.mark.parametrize("calls_before", [0, 1, 2])

@@ -32,6 +32,7 @@ from hopper_attention.distributed.auto import (
     transport_of,
     why_not_ulysses,
 )
+from hopper_attention.distributed.exchange import PeerError
 from hopper_attention.distributed.function import Passes, SharedAttention
 from hopper_attention.distributed.gather import gather_backward, gather_forward
 from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG
@@ -40,6 +41,7 @@ from hopper_attention.distributed.pushed import PushedExchange
 from hopper_attention.distributed.request import Mesh, Options, Request, make_request
 from hopper_attention.distributed.ring import ring_forward
 from hopper_attention.distributed.ring_backward import ring_backward
+from hopper_attention.distributed.store import who_speaks
 from hopper_attention.distributed.tensors import is_dtensor, to_dtensor, to_local
 from hopper_attention.distributed.ulysses import Fp8Options, Heads, exchange_for
 from hopper_attention.distributed.wire import ring_forward_fp8
@@ -299,6 +301,21 @@ def _machine_of(request: Request, device: torch.device) -> Machine:
 
 
 def _run(
+    method: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, request: Request, o: Options
+) -> tuple[Tensor, Tensor | None]:
+    try:
+        return _run_by(method, q, k, v, sinks, request, o)
+    except PeerError as error:
+        ranks = request.ring
+        others = ", ".join(map(ranks.name, who_speaks(ranks)))
+        if not others:
+            raise
+        raise PeerError(
+            f"{error}; meanwhile {others} came to another call, whose shapes or options are new there"
+        ) from error
+
+
+def _run_by(
     method: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, request: Request, o: Options
 ) -> tuple[Tensor, Tensor | None]:
     ring, problem, call = request.ring, request.problem, request.call

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -18,10 +16,24 @@ AGREEMENT_TIMEOUT_S = 60.0
 """How long a rank waits for the others to say something, where the call sets no time-out."""
 
 
+class Numbers:
+    """Of what a group says: what was said once is not to be read again.
+
+    Attributes:
+        following: the next one.
+    """
+
+    def __init__(self) -> None:
+        self.following = 0
+
+    def take(self) -> int:
+        self.following += 1
+        return self.following - 1
+
+
 @lru_cache(maxsize=64)
-def _numbers_of(group: dist.ProcessGroup) -> Iterator[int]:
-    """Of what a group says: what was said once is not to be read again."""
-    return count()
+def _numbers_of(group: dist.ProcessGroup) -> Numbers:
+    return Numbers()
 
 
 def _key(number: int, rank: int) -> str:
@@ -30,8 +42,17 @@ def _key(number: int, rank: int) -> str:
 
 def tell(ranks: Ranks, said: Any) -> None:
     """Say what the others find in a ``tell_each_other`` that they make in place of this, and wait for nobody."""
-    store, number = _get_process_group_store(ranks.group), next(_numbers_of(ranks.group))
+    store, number = _get_process_group_store(ranks.group), _numbers_of(ranks.group).take()
     store.set(_key(number, ranks.rank), json.dumps(said))
+
+
+def who_speaks(ranks: Ranks) -> list[int]:
+    """Ranks that have said something to which this one has not come, as far as the store still answers."""
+    store, number = _get_process_group_store(ranks.group), _numbers_of(ranks.group).following
+    try:
+        return [rank for rank in range(ranks.size) if store.check([_key(number, rank)])]
+    except RuntimeError:
+        return []
 
 
 def tell_each_other(ranks: Ranks, said: Any, doing: str) -> list[Any]:
@@ -43,7 +64,7 @@ def tell_each_other(ranks: Ranks, said: Any, doing: str) -> list[Any]:
     Raises:
         PeerError: a rank said nothing in time; it names the ranks.
     """
-    store, number = _get_process_group_store(ranks.group), next(_numbers_of(ranks.group))
+    store, number = _get_process_group_store(ranks.group), _numbers_of(ranks.group).take()
     keys = [_key(number, rank) for rank in range(ranks.size)]
     store.set(keys[ranks.rank], json.dumps(said))
     try:
