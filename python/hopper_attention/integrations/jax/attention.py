@@ -108,17 +108,22 @@ def flash_attention(
         NotImplementedError: no kernel counts sizes as large as these; the message says so.
     """
     given = causal, softmax_scale, window_size, attention_chunk, softcap, return_lse, deterministic, backend
-    # Checks take as long as half of what JAX takes for a call. What has no hash is checked each time.
+    # Checks take as long as half of what JAX takes for a call. What has no hash, or is traced, is checked each time.
     is_plain = type(window_size) is tuple and PLAIN_VALUES.issuperset(
         map(type, (*given[:2], *given[3:], *window_size))
     )
-    if is_plain and isinstance(q, Array) and isinstance(k, Array) and isinstance(v, Array):
+    if is_plain and _has_values(q) and _has_values(k) and _has_values(v):
         arrays = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
         call = _read_again(*arrays, *given)
     else:
         call = _read(q, k, v, *given)
     out, lse = _attend_compiled(call, q, k, v)
     return (out, lse) if return_lse else out
+
+
+def _has_values(x: Any) -> bool:
+    """Whether this is an array whose sizes are numbers."""
+    return isinstance(x, Array) and not isinstance(x, jax.core.Tracer)
 
 
 class Facts(NamedTuple):
