@@ -138,6 +138,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
     """The shipped kernels that a GPU of ``arch`` runs unless a call asks for another backend."""
     from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
     from cute_kernels.ampere.config import shipped_ampere_forward_configs
+    from cute_kernels.launches.config import LaunchesConfig
     from hopper.backward.config import shipped_backward_kernels
     from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
     from hopper.forward.tilings import shipped_forward_configs
@@ -157,6 +158,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
         *shipped_value_mean_configs(),
         *shipped_transpose_configs(),
         *shipped_backward_kernels(),
+        LaunchesConfig(),
     )
 
 

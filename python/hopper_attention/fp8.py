@@ -375,7 +375,7 @@ def flash_attn_quantized_func(
         raise TypeError(
             f"parts is a {type(parts).__name__}, allowed: a QuantizedQKV, which quantize_qkv makes"
         )
-    if isinstance(parts, QuantizedQKV) and not torch.compiler.is_compiling():
+    if has_no_window and isinstance(parts, QuantizedQKV) and not torch.compiler.is_compiling():
         # The caller's stay as they are, so that the next call finds them where they lie.
         parts = parts.opened()
     causal = checks.check_flag("causal", causal)

@@ -16,7 +16,8 @@ from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces, no_floats, unit_scales, work_memory
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
 from hopper_attention.fused_again import FusedCalls
-from hopper_attention.launch import value_mean
+from hopper_attention.launch import at_once, value_mean
+from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, no_vectors
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find_fp8_launch, problem_of_sizes
 from hopper_attention.launch.quantize import (
@@ -113,22 +114,49 @@ class AtOnceLauncher(Launcher):
 
 @dataclass(frozen=True, slots=True)
 class AtOnceCall:
-    """A call of ``flash_attn_fp8_func`` and its quantization, as ``FusedCall``."""
+    """A call of ``flash_attn_fp8_func`` and its quantization, as ``FusedCall``; ``script`` makes its launches."""
 
     launcher: AtOnceLauncher
     given: Fp8Quantization
-    constants: Constants
+    no_lse: Any
+    script: Script
 
     @classmethod
     def of(cls, launcher: AtOnceLauncher, given: Fp8Quantization, device: torch.device) -> AtOnceCall:
         """That of the calls which ``launcher`` serves."""
         extras, *others = launcher.constants(device)
-        return cls(launcher, given, Constants(extras.kept(), *map(kept_argument, others)))
+        constants = Constants(extras.kept(), *map(kept_argument, others))
+        return cls(launcher, given, constants.no_lse, at_once.make_script(_steps(launcher, constants)))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, wants_lse: bool
     ) -> tuple[Tensor, Tensor]:
-        return self.launcher.launch(q, k, v, softmax_scale, wants_lse, self.constants)
+        launcher, make = self.launcher, device_memory.empty_on_gpu
+        index = launcher.device_index
+        pieces = work_memory(q.device, index, launcher.pieces).arguments
+        out, lse = make(*launcher.out), make(*launcher.lse) if wants_lse else self.no_lse
+        counter = device_memory.tile_counter(index)
+        self.script.run(q, k, v, out, lse, counter, softmax_scale, *pieces)
+        return out, lse
+
+
+def _steps(launcher: AtOnceLauncher, constants: Constants) -> list[Step]:
+    """Its launches, of a call that gives q, k, v, out, lse, a tile counter, the scale and ``launcher.pieces``."""
+    q, k, v, out, lse, counter, scale, *pieces = map(Given, range(7 + len(launcher.pieces)))
+    extras, ones, mean, _ = constants
+    parts, before = pieces[:OUTPUTS], []
+    if launcher.finder is not None:
+        mean = pieces[OUTPUTS]
+        before.append(Step(launcher.finder.kernel, (v, mean)))
+        extras = Extras(*extras[:3], mean)
+    tensors, scales = (*parts[:3], out, lse), (*parts[3:], ones)
+    of_call = counter, scales, mean, launcher.rows_q, scale, launcher.window
+    quantizer, attention = launcher.quantizer, launcher.attention
+    return [
+        *before,
+        Step(quantizer.kernel, (q, k, v, *parts, *extras, quantizer.num_ctas)),
+        Step(attention.kernel, attention.arguments(tensors, *of_call)),
+    ]
 
 
 calls_at_once: FusedCalls[AtOnceCall] = FusedCalls()

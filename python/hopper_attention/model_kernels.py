@@ -13,9 +13,10 @@ import torch
 
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.backward.step import BackwardStep
+from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
 from hopper_attention import backward_rules, forward_rules
-from hopper_attention.backends import KERNELS, Target
+from hopper_attention.backends import HOPPER_CAPABILITY, KERNELS, Target
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec, check_qkv
 from hopper_attention.forward_rules import ReferenceConfig, choose_for
@@ -170,6 +171,7 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
             found += backward_of(problem, target)
     if train:
         found += strips_of(model, target)
+        found += [LaunchesConfig()] if capability == HOPPER_CAPABILITY else []
     if True in model.causal:
         found += serving_of(model, capability)
     without_kernel = ReferenceConfig, TorchConfig

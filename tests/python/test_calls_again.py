@@ -305,7 +305,11 @@ def test_launches_of_a_backward_pass_get_what_those_of_the_first_got(seen: Seen,
 
 
 def facts_of(x: Any) -> Any:
-    return (tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x
+    """Of a tensor, torch's or TVM FFI's, what is not its memory; anything else as it is."""
+    if not hasattr(x, "data_ptr"):
+        return x
+    strides = x.stride() if isinstance(x, Tensor) else x.strides
+    return tuple(x.shape), tuple(strides), str(x.dtype).removeprefix("torch.")
 
 
 def test_what_served_the_latest_call_serves_no_other() -> None:
@@ -457,6 +461,35 @@ def test_an_fp8_call_is_found_once(seen: Seen, monkeypatch: pytest.MonkeyPatch) 
     for attend in (flash_attn_fp8_func, quantize_qkv):
         with pytest.raises(AssertionError, match="found anew"):
             attend(*given, quantization=other)
+
+
+@pytest.mark.parametrize(
+    ("options", "wants_lse"),
+    [({"causal": True}, False), ({"quantization": Fp8Quantization(smooth_v=False)}, True)],
+)
+def test_launches_of_an_fp8_call_get_what_those_of_the_first_got(
+    seen: Seen, options: dict[str, Any], wants_lse: bool
+) -> None:
+    calls = []
+    for _ in range(4):
+        given = qkv(100)
+        seen.clear()
+        results = flash_attn_fp8_func(*given, 0.25, return_attn_probs=wants_lse, **options)
+        out, *lse = results if wants_lse else (results,)
+        calls.append([facts_of(x) for launch in seen for x in launch])
+        *before, quantizer, attention = seen
+        assert [x.data_ptr() for x in quantizer[:3]] == [x.data_ptr() for x in given]
+        assert attention[3].data_ptr() == out.data_ptr() and 0.25 in floats(attention)
+        assert not wants_lse or attention[4].data_ptr() == lse[0].data_ptr()
+        # One kernel reads what the other filled: codes, the scales of Q and K, and of V, which may be a factor of out.
+        codes, scales = quantizer[3:6], quantizer[6:9]
+        assert [x.data_ptr() for x in attention[:3]] == [x.data_ptr() for x in codes]
+        read = [x.data_ptr() for x in attention[6:10]]
+        assert read[:2] == [x.data_ptr() for x in scales[:2]] and scales[2].data_ptr() in read[2:]
+        for value, mean in before:
+            assert value is given[2] and mean is quantizer[12] is attention[10]
+    first, *others = calls
+    assert others == [first] * 3
 
 
 def test_an_fp8_call_that_is_unlike_is_checked() -> None:

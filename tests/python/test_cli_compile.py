@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
+from cute_kernels.launches.config import LaunchesConfig
 from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
 from hopper.forward.tilings import shipped_forward_configs
@@ -41,7 +42,7 @@ def hopper_kernels() -> tuple[Any, ...]:
     fp8 = (*shipped_fp8_forward_configs(), *shipped_fp8_forward_configs(two_level=True))
     operands = *shipped_quantize_configs(), *shipped_value_mean_configs(), *shipped_transpose_configs()
     fp8 += shipped_exact_lse_configs()
-    return (*shipped_forward_configs(), *fp8, *operands, *shipped_backward_kernels())
+    return (*shipped_forward_configs(), *fp8, *operands, *shipped_backward_kernels(), LaunchesConfig())
 
 
 @pytest.fixture

@@ -91,7 +91,9 @@ def test_every_call_of_the_model_finds_its_kernel(
 def test_training_adds_the_backward_passes() -> None:
     for arch in ("sm_90a", "sm_80"):
         more = names(LLAMA, arch, train=True) - names(LLAMA, arch)
-        assert {name.split("_bwd_")[0] for name in more} == {"hopper" if arch == "sm_90a" else "ampere"}
+        # And on Hopper what makes the launches of a pass one.
+        of_arch = {"hopper", "launches"} if arch == "sm_90a" else {"ampere"}
+        assert {name.split("_bwd_")[0] for name in more} == of_arch
         assert any("_bwd_prepare_" in name for name in more) and any(
             name.endswith("_varlen") for name in more
         )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces
@@ -64,7 +65,12 @@ class GradientCall:
         facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
         work = backward.work_pieces(launcher.dq_tile, q.shape)
         script = None
-        if isinstance(launcher, BackwardLauncher) and not launcher.config.ordered:
+        config = launcher.config
+        if (
+            isinstance(launcher, BackwardLauncher)
+            and isinstance(config, BackwardConfig)
+            and not config.ordered
+        ):
             script = at_once.make_script(_steps(launcher, softmax_scale, options))
         return cls(launcher, softmax_scale, options, facts, work, script)
 

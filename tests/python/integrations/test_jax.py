@@ -282,6 +282,25 @@ def test_errors_name_what_is_wrong(changes: dict[str, Any], error: type[Exceptio
         jax.jit(functools.partial(flash_attention, **options))(**arrays)
 
 
+def test_what_was_checked_before_is_not_taken_for_what_equals_it() -> None:
+    q, k, v = draw()
+    flash_attention(q, k, v, softmax_scale=1.0, window_size=(1, 0), attention_chunk=1)
+    for changes, error, message in (
+        ({"softmax_scale": True}, TypeError, "softmax_scale"),
+        ({"attention_chunk": True}, TypeError, "attention_chunk"),
+        ({"window_size": [1, 0, 0]}, (TypeError, ValueError), "window_size"),
+        ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
+    ):
+        given: dict[str, Any] = {"softmax_scale": 1.0, "window_size": (1, 0), "attention_chunk": 1} | changes
+        with pytest.raises(error, match=message):
+            flash_attention(q, k, v, **given)
+    with pytest.raises(TypeError, match="k has dtype bfloat16"):
+        flash_attention(q, k.astype(jnp.bfloat16), v)
+    with pytest.raises(TypeError, match="v is a ndarray"):
+        flash_attention(q, k, np.asarray(v))
+    assert flash_attention(q, k, v, window_size=[1, 0]).shape == (2, 5, 4, 8)
+
+
 def test_a_traced_scale_is_named() -> None:
     q, k, v = draw()
     with pytest.raises(TypeError, match=r"softmax_scale is a .*Tracer"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from hopper_attention.checks import FULL_WINDOW, HALF_DTYPES, TensorSpec
 from hopper_attention.integrations.jax import kernels
 from hopper_attention.integrations.jax.call import Call, Gradients, Result
 from hopper_attention.integrations.jax.kernels import TORCH_DTYPES
+from hopper_attention.plain_calls import PLAIN_VALUES
 
 REMEMBERED_CALLS = 1024
 """Functions kept for calls that differ in more than arrays."""
@@ -106,14 +107,61 @@ def flash_attention(
         ValueError, TypeError: an argument is not allowed; the message names it, what it was and what is allowed.
         NotImplementedError: no kernel counts sizes as large as these; the message says so.
     """
+    given = causal, softmax_scale, window_size, attention_chunk, softcap, return_lse, deterministic, backend
+    # Checks take as long as half of what JAX takes for a call. What has no hash, or is traced, is checked each time.
+    is_plain = type(window_size) is tuple and PLAIN_VALUES.issuperset(
+        map(type, (*given[:2], *given[3:], *window_size))
+    )
+    if is_plain and _has_values(q) and _has_values(k) and _has_values(v):
+        arrays = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+        call = _read_again(*arrays, *given)
+    else:
+        call = _read(q, k, v, *given)
+    out, lse = _attend_compiled(call, q, k, v)
+    return (out, lse) if return_lse else out
+
+
+def _has_values(x: Any) -> bool:
+    """Whether this is an array whose sizes are numbers."""
+    return isinstance(x, Array) and not isinstance(x, jax.core.Tracer)
+
+
+class Facts(NamedTuple):
+    """What the checks read of an array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS, typed=True)
+def _read_again(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], *given: Any) -> Call:
+    """``_read`` of arrays by their shapes and dtypes; numbers count with their types."""
+    q, k, v = map(Facts, shapes, dtypes)
+    return _read(q, k, v, *given)
+
+
+def _read(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: Window,
+    attention_chunk: int,
+    softcap: float,
+    return_lse: bool,
+    deterministic: bool,
+    backend: str | None,
+) -> Call:
+    """The checked call of ``flash_attention``."""
     _check_arrays(q, k, v)
     checks.check_backend(backend)
     if backend == "torch":
         raise ValueError(f"backend is {backend!r}, allowed in JAX: 'hopper', 'ampere', 'reference' or None")
-    causal = checks.check_flag("causal", causal)
     return_lse = checks.check_flag("return_lse", return_lse)
+    causal = checks.check_flag("causal", causal)
     deterministic = checks.check_flag("deterministic", deterministic)
-    call = Call(
+    return Call(
         mask=features.resolve_packed_mask(causal, window_size, attention_chunk, q.shape[1], k.shape[1]),
         softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale),
         softcap=checks.check_softcap(softcap),
@@ -121,15 +169,13 @@ def flash_attention(
         deterministic=deterministic,
         backend=backend,
     )
-    out, lse = _attend_compiled(call, q, k, v)
-    return (out, lse) if return_lse else out
 
 
 def _check_arrays(q: Any, k: Any, v: Any) -> None:
     """Raise ValueError or TypeError unless q, k and v make a problem of 16 bits."""
     specs = []
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, jax.Array):
+        if not isinstance(x, (jax.Array, Facts)):
             raise TypeError(f"{name} is a {type(x).__name__}, allowed: a jax.Array")
         if x.dtype.name not in TORCH_DTYPES:
             raise TypeError(f"{name} has dtype {x.dtype.name}, allowed: {', '.join(TORCH_DTYPES)}")
