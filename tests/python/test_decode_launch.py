@@ -203,15 +203,15 @@ def test_scales_of_rows_of_a_cache(kind: str, dtype: torch.dtype, kernels: Decod
 
 
 def test_scales_of_rows_with_many_queries(kernels: DecodeKernels) -> None:
-    """Up to 64 rows, in tiles of 16. Queries in float16 are not for its kernel."""
+    """In tiles of 16, but for chunks of a prompt. Queries in float16 are not for its kernel."""
     case = replace(PAGES, head_dims=(32, 48), queries=(12, 12, 12))
     call = build(case, "token")
     assert (flash_attn_with_kvcache(**call) - case.expected(call)[0]).abs().max() <= 3e-2
     assert kernels.loaded[-1].tile_m == 16
-    more = explain_kvcache(**build(replace(case, queries=(33, 33, 33)), "token"), device_capability=(9, 0))
-    assert more.path == "general" and "66 query rows share a K/V head" in more.refused[0]
+    more = explain_kvcache(**build(replace(case, queries=(300, 300, 300)), "token"), device_capability=(9, 0))
+    assert more.path == "copied" and "a sequence may have 300 queries" in more.refused[0]
     other = explain_kvcache(**build(PAGES, "page", torch.float16), device_capability=(9, 0))
-    assert other.path == "general"
+    assert other.path == "copied"
     assert "scales are by page, which its kernel takes with queries of bfloat16 or e4m3" in other.refused[0]
 
 
