@@ -48,7 +48,6 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
         return "there is a qv"
     if shape.is_fp8_cache and call.scores.has_softcap:
         return "there is a softcap, and the cache is of e4m3"
-    rows = shape.rows_a_kv_head
     if shape.has_scales_of_rows and not _is_swapped(call):
         taken = "with queries of bfloat16 or e4m3"
         return f"scales are by {shape.scales}, which its kernel takes {taken}, not {shape.dtype}"

@@ -84,7 +84,7 @@ def test_decoding(
     given |= {"cache_seqlens": keys.lengths, "page_table": keys.table}
     given |= {"k_descale": tensors[0], "v_descale": tensors[1]}
     is_served = heads[0] // heads[1] * queries <= 64 and dtype == torch.bfloat16
-    assert explain_kvcache(q, keys.k, keys.v, **given).path == ("decode" if is_served else "general")
+    assert explain_kvcache(q, keys.k, keys.v, **given).path == ("decode" if is_served else "copied")
     out, lse = flash_attn_with_kvcache(q, keys.k, keys.v, **given)
     for _ in range(4):
         again, lse_again = flash_attn_with_kvcache(q, keys.k, keys.v, **given)

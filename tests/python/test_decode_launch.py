@@ -203,7 +203,7 @@ def test_scales_of_rows_of_a_cache(kind: str, dtype: torch.dtype, kernels: Decod
 
 
 def test_scales_of_rows_with_many_queries(kernels: DecodeKernels) -> None:
-    """Up to 64 rows, in tiles of 16. Queries in float16 are not for its kernel."""
+    """In tiles of 16, but for chunks of a prompt. Queries in float16 are not for its kernel."""
     case = replace(PAGES, head_dims=(32, 48), queries=(12, 12, 12))
     call = build(case, "token")
     assert (flash_attn_with_kvcache(**call) - case.expected(call)[0]).abs().max() <= 3e-2
