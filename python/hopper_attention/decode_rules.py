@@ -29,10 +29,6 @@ MAX_PARTS = 64
 """Of a tile, for launches of few tiles: beyond that, putting parts together costs more than reading sooner gains."""
 
 
-MAX_ROWS_BY_TILES = 64
-"""Query rows of a K/V head up to which tiles of few rows, each of which reads the keys again, serve."""
-
-
 def ctas_of_pieces(multiprocessors: int, tiles: int) -> int:
     """CTAs among which the keys of a launch of so many tiles are shared out."""
     most = multiprocessors // CTA_STEP * CTA_STEP or multiprocessors
@@ -51,9 +47,6 @@ def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
     if shape.has_scales_of_rows and not _is_swapped(call):
         taken = "with queries of bfloat16 or e4m3"
         return f"scales are by {shape.scales}, which its kernel takes {taken}, not {shape.dtype}"
-    if shape.has_scales_of_rows and rows > MAX_ROWS_BY_TILES:
-        most = f"with scales by {shape.scales} its kernel takes {MAX_ROWS_BY_TILES}"
-        return f"{rows} query rows share a K/V head, and {most}"
     widest = max(_tile_n(call))
     if max(shape.head_dim, shape.head_dim_v) > widest:
         of_e4m3 = " of a cache of e4m3" if shape.is_fp8_cache else ""
