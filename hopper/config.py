@@ -104,6 +104,12 @@ class ForwardConfig:
         return self.softcap or self.alibi or self.sinks or self.dropout or bool(self.functions)
 
     @property
+    def compares_bits(self) -> bool:
+        """Whether maxima are found by comparing the bits of scores. Beyond head_dim 128 products take so long that
+        maxima do not matter; what else is in the softmax's way takes the registers of a second way to a maximum."""
+        return self.head_dim <= 128 and not (self.softcap or self.dropout or self.functions)
+
+    @property
     def consumers(self) -> int:
         """Consumer warpgroups; each owns 64 rows of the tile."""
         return self.tile_m // WARPGROUP_ROWS

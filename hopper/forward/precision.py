@@ -35,12 +35,8 @@ class SixteenBits(LoopInvariant):
     """Whether all registers are taken in a tile, so that what can be computed again after it is not kept."""
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
-        config, dtype = self.config, DSL_DTYPES[self.config.dtype]
-        # Beyond head_dim 128 products take so long that maxima do not matter; what else is in the softmax's way takes
-        # the registers of a second way to a maximum.
-        is_crowded = config.softcap or config.dropout or bool(config.functions)
-        compares = config.head_dim <= 128 and not is_crowded
-        if config.sinks:
+        dtype, compares = DSL_DTYPES[self.config.dtype], self.config.compares_bits
+        if self.config.sinks:
             kind = ComparingSinkSoftmax if compares else SinkSoftmax
             return kind(*extras, scale_log2, dtype)
         if dtype is Float16:

@@ -66,6 +66,7 @@ class WideForwardConfig:
 
     head_dim = HEAD_DIM
     dropout = False
+    compares_bits = False
     holds_values = True
     consumers = CONSUMERS
     ctas_per_sm = 1

@@ -85,7 +85,7 @@ PACKED: dict[str, tuple[CacheCase, dict[str, Any]]] = {
     "one K/V head, a window": (replace(MANY, heads=(16, 1)), {"window_size": (70, 3)}),
     "packed queries": (replace(MANY, queries=(70, 0, 1, 9), packed_q=True), {"causal": True, "softcap": 3.0}),
     "wide heads": (replace(MANY, head_dims=(192, 256)), {"causal": True}),
-    "new tokens": (replace(NEW, queries=(40, 40, 40, 40)), {"causal": True}),
+    "new tokens": (replace(NEW, lengths=(150, 0, 240, 64), queries=(40, 40, 40, 40)), {"causal": True}),
     "parts that are limited": (MANY, {"num_splits": 2}),
 }
 
