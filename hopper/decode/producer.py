@@ -50,7 +50,7 @@ class Producer(LoopInvariant):
                 block -= 1
                 next_page, next_row = self._look_up(sequence, maximum(block, first), first_row, keys)
                 self._load(head, page, row, state)
-                self._load_scales(block + 1, keys, head, (self.lane, page, row), state)
+                self._load_scales(block + 1, (blocks.first_seen, keys), head, (self.lane, page, row), state)
                 page, row = next_page, next_row
                 state.advance()
             start += blocks.count
@@ -68,11 +68,11 @@ class Producer(LoopInvariant):
         return page, row
 
     def _load_scales(
-        self, block: Int32, keys: Int32, head: Int32, place: tuple, state: pipeline.PipelineState
+        self, block: Int32, seen: tuple, head: Int32, place: tuple, state: pipeline.PipelineState
     ):
         for scales in self.keys.scales:
             barrier = self.keys.pipe.producer_get_barrier(state)
-            scales.load(block, keys, head, place, barrier, state.index)
+            scales.load(block, seen, head, place, barrier, state.index)
 
     def _place(self, sequence: Int32, row: Int32) -> tuple[Int32, Int32]:
         """The page of a row of a sequence, and the row in it."""

@@ -25,21 +25,23 @@ class RowScales(LoopInvariant):
     smem: cute.Tensor
 
     @cute.jit
-    def load(self, block: Int32, keys: Int32, head: Int32, place: tuple, barrier: cute.Pointer, stage: Int32):
+    def load(self, block: Int32, seen: tuple, head: Int32, place: tuple, barrier: cute.Pointer, stage: Int32):
         """Start to copy those of a key block to a stage that is empty, behind which each lane arrives at a barrier.
 
         ``place`` are the lane, and the page and the row at which its box of keys lies. A lane copies every 32nd scale
-        of the block. That of a key that there is not is 0, whatever lies there.
+        of the block. ``seen`` are the first key that some query sees and the end of the keys: the scale of any other is
+        0, whatever lies there, so that none of it is ever the largest of a block.
         """
-        c, (lane, page, row) = self.config, place
+        c, (lane, page, row), (begin, end) = self.config, place, seen
         for i in cutlass.range_constexpr(c.tile_n // LANES):
             key = i * LANES + lane
             of_page = cute.arch.shuffle_sync(page, offset=key // c.box_rows)
             first = cute.arch.shuffle_sync(row, offset=key // c.box_rows)
             source = cute.domain_offset((of_page, first + key % c.box_rows, head), self.tensor)
             target = cute.domain_offset((key, stage), self.smem)
-            exists = Int32(1) if block * c.tile_n + key < keys else Int32(0)
-            copy_4_bytes(target.iterator.toint(), source.iterator.toint(), exists)
+            number = block * c.tile_n + key
+            is_seen = Int32(1) if number >= begin and number < end else Int32(0)
+            copy_4_bytes(target.iterator.toint(), source.iterator.toint(), is_seen)
         cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
 

@@ -99,8 +99,14 @@ class SequenceBlocks(LoopInvariant):
         """The last block is visited in any case."""
         if not self.window.has_left:
             return 0
-        first = maximum(first_key(self.window, self._first_level), 0)
-        return minimum(divide(first, self.tile_n), self.end - 1)
+        return minimum(divide(self.first_seen, self.tile_n), self.end - 1)
+
+    @property
+    def first_seen(self) -> Any:
+        """No query sees a key before this one."""
+        if not self.window.has_left:
+            return 0
+        return maximum(first_key(self.window, self._first_level), 0)
 
     @property
     def count(self) -> Any:

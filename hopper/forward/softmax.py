@@ -22,8 +22,9 @@ class WithComparedBits(OnlineSoftmax):
     """Mixin, to be put before a softmax: a block's maxima by comparing the bits of its scores (VIMNMX3).
 
     Bits of floats have the order of signed integers wherever one of them is not negative. So they are compared in
-    blocks before which no row of the warp has a negative maximum, which is known before the scores come, and floats in
-    the others: the maximum is exact for any scores. A row with a NaN among them is NaN in either case.
+    blocks before which all rows of the warp have a positive maximum, which is known before the scores come, and floats
+    in the others: the maximum is exact for any scores. -0 would not do: its bits are the least of all integers. A row
+    with a NaN among them is NaN in either case.
     """
 
     def __init__(self, *softmax: Any):
@@ -32,7 +33,7 @@ class WithComparedBits(OnlineSoftmax):
 
     def enter_block(self, slot: Int32):
         smaller = cute.arch.fmin(self.row_max[0], self.row_max[1])
-        self.compares_bits = cute.arch.vote_all_sync(smaller >= Float32(0.0))
+        self.compares_bits = cute.arch.vote_all_sync(smaller > Float32(0.0))
 
     def take_scores(self, acc_S: cute.Tensor, is_first: bool):
         if is_first:

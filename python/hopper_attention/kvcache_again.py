@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hopper_attention.checks import Result
 from hopper_attention.kvcache_call import CheckedCall
+from hopper_attention.kvcache_checks import CacheOptions
 from hopper_attention.kvcache_schedule import ATTRIBUTE, Schedule, schedule_of
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.decode import find_decode
@@ -21,6 +22,8 @@ from hopper_attention.like_calls import Kept, Latest, Remembered, may_be_like
 
 remembered: Remembered[DecodeCall] = Remembered(REMEMBERED_CALLS)
 """By the shapes of q and k_cache, and ``_key_of``."""
+
+WINDOW = CacheOptions._fields.index("window_size")
 
 latest: Latest[DecodeCall] = Latest()
 """Of calls without a schedule, whose q, k_cache, v_cache and cache_seqlens have at most a page table beside them."""
@@ -76,8 +79,8 @@ def _key_of(tensors: Decoded, options: tuple[Any, ...]) -> tuple[Any, ...]:
 def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -> None:
     """Keep a call that was made, if ``decode_again`` can make others like it."""
     call, read, scores, _ = checked
-    # Queries that are to be rotated are not what the kernel gets.
-    if find_way(call).path != "decode" or call.hadamard:
+    # Queries that are to be rotated are not what the kernel gets. A list or a tensor as a window may change in place.
+    if find_way(call).path != "decode" or call.hadamard or type(options[WINDOW]) is not tuple:
         return
     key, schedule = _key_of(tensors, options), schedule_of(tensors[-1])
     sizes = tensors[0].shape, tensors[1].shape, key

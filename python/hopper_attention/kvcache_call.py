@@ -19,6 +19,7 @@ from hopper_attention.kvcache_checks import (
     CacheShape,
     CacheTensors,
     Specs,
+    check_can_be_rotated,
     check_length,
     check_no_gradient,
     check_not_mapped,
@@ -153,6 +154,9 @@ def make_call(
     softcap = checks.check_softcap(options.softcap)
     if out is not None:
         check_out(TensorSpec(*out), shape)
+    hadamard = checks.check_flag("hadamard", options.hadamard)
+    if hadamard:
+        check_can_be_rotated(shape)
     return CacheCall(
         shape,
         # A single query is the last, and sees all keys under a causal mask.
@@ -168,7 +172,7 @@ def make_call(
         backend=options.backend,
         sm_margin=checks.check_sm_margin(options.sm_margin),
         wants_lse=checks.check_flag("return_softmax_lse", options.return_softmax_lse),
-        hadamard=checks.check_flag("hadamard", options.hadamard),
+        hadamard=hadamard,
     )
 
 

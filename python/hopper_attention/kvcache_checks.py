@@ -521,6 +521,16 @@ def check_out(spec: TensorSpec, shape: CacheShape) -> None:
         raise ValueError(f"out has stride {spec.strides[-1]} in its last dimension, allowed: 1")
 
 
+def check_can_be_rotated(shape: CacheShape) -> None:
+    """Raise NotImplementedError for queries or new tokens of e4m3, which a Hadamard matrix takes out of their range."""
+    for name, dtype in (("q", shape.dtype), ("k", shape.new_dtype)):
+        if dtype == FP8_DTYPE:
+            raise NotImplementedError(
+                f"hadamard is True and {name} has dtype {dtype}, allowed: 16 bits, as numbers that are rotated may be "
+                "too large for their scale"
+            )
+
+
 def check_length(cache_seqlens: int, shape: CacheShape) -> None:
     """Raise unless the cache has room for sequences of one length, which is given as an int, and for new tokens."""
     seqlen_new = shape.seqlen_new

@@ -48,8 +48,13 @@ def rotate_queries_alike(q: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
+def _numbers(head_dim: int) -> tuple[float, ...]:
+    return tuple(-1.0 if has_minus(column) else 1.0 for column in range(head_dim))
+
+
 def _signs(head_dim: int) -> Tensor:
-    return torch.tensor([-1.0 if has_minus(column) else 1.0 for column in range(head_dim)], device="cpu")
+    """Made anew: a tensor that is kept would be of the mode in which it was made."""
+    return torch.tensor(_numbers(head_dim), dtype=torch.float32, device="cpu")
 
 
 def _signs_on(head_dim: int, device: torch.device) -> Tensor:
@@ -69,7 +74,8 @@ def _kept(what: tuple[str, int], dtype: torch.dtype, device: torch.device) -> Te
     def make() -> Tensor:
         if kind == "signs":
             return _signs(head_dim)
-        return (_signs(head_dim)[:, None] * hadamard_of_blocks(torch.eye(head_dim))).sign().to(dtype)
+        matrix = hadamard_of_blocks(torch.eye(head_dim, dtype=torch.float32))
+        return (_signs(head_dim)[:, None] * matrix).sign().to(dtype)
 
     found = device_memory.constants.get((what, dtype, device), device, make)
     if found is None:

@@ -79,12 +79,16 @@ class Remembered(Generic[Call]):
         self._once: set[Hashable] = set()
 
     def find_latest(self, group: Hashable, *tensors: Tensor) -> Call | None:
-        """What served the latest call of a group, if it was kept for tensors like these; None if not.
+        """What served the latest call of a group, if it was kept for tensors like these; None if not, or the group has
+        no hash.
 
         The calls of a model's layers are alike, and a group is less to read of a call than a key. Calls of one group
         have as many tensors each.
         """
-        kept = self._latest.get(group)
+        try:
+            kept = self._latest.get(group)
+        except TypeError:
+            return None
         return kept.call if kept is not None and kept.is_like(*tensors) else None
 
     def find(self, key: Hashable, *tensors: Tensor, group: Hashable = None) -> Call | None:

@@ -588,3 +588,10 @@ def test_what_was_found_does_not_serve_elsewhere(how: str, monkeypatch: pytest.M
     for call in calls:
         with pytest.raises(AssertionError, match="found anew"):
             call()
+
+
+@pytest.mark.parametrize("name", ["causal", "backend", "exact_lse"])
+def test_an_option_without_a_hash_is_named(name: str) -> None:
+    parts = quantize_qkv(*qkv())
+    with pytest.raises((TypeError, ValueError), match=f"{name} is"):
+        flash_attn_quantized_func(parts, **{name: [1]})

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper_attention import explain_kvcache, flash_attn_with_kvcache
 from hopper_attention.kvcache_rotation import rotate_keys, rotate_queries_alike
@@ -140,6 +141,21 @@ def test_the_rotation_is_orthogonal_and_the_same_for_keys_and_queries() -> None:
     assert torch.tensor([float(hadamard(256)[i, 0] < 0) for i in range(256)]).mean() > 0.3
 
 
+def test_the_rotation_does_not_depend_on_the_mode_of_the_call_before() -> None:
+    size = 88  # Of no other test, as what is kept would be kept from there.
+    with FakeTensorMode():
+        rotate_keys(torch.ones(2, size))
+    with torch.inference_mode():
+        rotate_keys(torch.ones(2, size))
+    x = torch.ones(2, size, requires_grad=True)
+    rotate_keys(x).sum().backward()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert rotate_keys(x).dtype == rotate_keys(torch.ones(2, 72).half()).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def error_with_outliers(of_queries: float, on: bool) -> float:
     """Of attention where every 16th column of keys is 20 times as large as the others, and of queries so many times."""
     torch.manual_seed(0)
@@ -229,8 +245,28 @@ def test_what_is_not_allowed(given: dict[str, Any], message: str) -> None:
         flash_attn_with_kvcache(**(call | given))
 
 
+@pytest.mark.parametrize("names", [("k", "v"), ("q",)])
+def test_numbers_of_e4m3_are_not_rotated_out_of_their_range(names: tuple[str, ...]) -> None:
+    call = build(CacheCase(new=(2, 2, 2) if "k" in names else ()), BY_TOKEN)
+    call |= {name: torch.full_like(call[name], 448.0).to(FP8) for name in names}
+    with pytest.raises(NotImplementedError, match=f"hadamard is True and {names[0]} has dtype"):
+        flash_attn_with_kvcache(**call, hadamard=True)
+
+
 def test_a_plan_says_what_happens() -> None:
     call = build(replace(NEW, rotary_dim=16), BY_TOKEN, hadamard=True)
     text = str(explain_kvcache(**call))
     assert "these multiplied by a Hadamard matrix, with a scale of its own each" in text
     assert "queries are multiplied by a Hadamard matrix" in text
+
+
+def test_scales_that_are_written_are_two_tensors() -> None:
+    call = build(NEW, BY_TOKEN)
+    before = {name: call[name].clone() for name in ("k_cache", "v_cache", "k_descale")}
+    with pytest.raises(ValueError, match="v_descale is the memory of k_descale"):
+        flash_attn_with_kvcache(**(call | {"v_descale": call["k_descale"]}))
+    for name, x in before.items():
+        assert torch.equal(bits(call[name]), bits(x))
+    # Those that are only read may be one.
+    call = build(NEW, BY_PAGE)
+    flash_attn_with_kvcache(**(call | {"v_descale": call["k_descale"]}))

@@ -369,3 +369,22 @@ def test_grad_mode_and_inference_mode_make_no_difference(seen: Seen) -> None:
     # What was seen without gradients is refused where there are some.
     with pytest.raises(NotImplementedError, match="a tensor requires a gradient"):
         flash_attn_with_kvcache(**call)
+
+
+@pytest.mark.parametrize("with_schedule", [False, True])
+@pytest.mark.parametrize("make", [list, torch.tensor])
+def test_a_window_that_may_change_in_place_is_read_each_time(
+    make: Callable[[list[int]], Any], with_schedule: bool, seen: Seen, reads: list[int]
+) -> None:
+    given = {"scheduler_metadata": schedule_for_layers(window_size=(3, 0))} if with_schedule else {}
+    window = make([3, 0])
+    for _ in range(4):
+        flash_attn_with_kvcache(**layer(window_size=window, **given))
+    assert len(reads) == len(seen) == 4
+    window[0] = 7
+    if with_schedule:
+        with pytest.raises(ValueError, match="window_size is"):
+            flash_attn_with_kvcache(**layer(window_size=window, **given))
+    else:
+        flash_attn_with_kvcache(**layer(window_size=window))
+        assert 7 in [x for x in seen[-1] if isinstance(x, int)]

@@ -75,11 +75,25 @@ def serve_whole(
     # Found before a cache is written: what no path can run leaves it as it was.
     way = find_way(call)
     if call.shape.has_new:
+        _check_written_scales(call, tensors)
         tensors = append(call, tensors, way.backend)
     elif call.hadamard:
         tensors = tensors._replace(q=rotate_queries_alike(tensors.q))
     result, lse = PATHS[way.path](call, tensors, scores)
     return result if out is None else out.copy_(result), lse
+
+
+def _check_written_scales(call: CacheCall, t: CacheTensors) -> None:
+    """Raise ValueError where the scales of new values would take the place of those of new keys."""
+    if not call.writes_scales:
+        return
+    of_k, of_v = _given(t.k_descale), _given(t.v_descale)
+    is_one = of_k.numel() > 0 and of_k.data_ptr() == of_v.data_ptr()
+    # Caches that are one have the same numbers, and so the same scales.
+    if is_one and t.k_cache.data_ptr() != t.v_cache.data_ptr():
+        raise ValueError(
+            "v_descale is the memory of k_descale, allowed with new tokens, whose scales are written: another tensor"
+        )
 
 
 class Way(NamedTuple):
