@@ -129,12 +129,7 @@ def why_not_paged(call: CacheCall, target: Target, backend: str) -> str:
 
 def select_paged(call: CacheCall, target: Target, backend: str) -> Selection:
     """What attends to a cache where it lies."""
-    problem, shape = _paged_problem(call), call.shape
-    config = select_for(problem, backend, target.capability)
-    if isinstance(config, ForwardConfig):
-        totals = shape.total_q, shape.batch * shape.capacity
-        check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
-    return Selection(problem, config)
+    return _select_forward(_paged_problem(call), call, call.shape.capacity, target, backend)
 
 
 def why_not_copied_rule(call: CacheCall, target: Target, backend: str) -> str:
@@ -147,11 +142,17 @@ def why_not_copied_rule(call: CacheCall, target: Target, backend: str) -> str:
 
 def select_copied(call: CacheCall, target: Target, backend: str) -> Selection:
     """What attends to the copy."""
-    problem, shape = _copied_problem(call), call.shape
+    return _select_forward(_copied_problem(call), call, call.shape.seqlen_k, target, backend)
+
+
+def _select_forward(
+    problem: AttentionProblem, call: CacheCall, room: int, target: Target, backend: str
+) -> Selection:
+    """What attends to keys of which each sequence has ``room`` rows."""
     config = select_for(problem, backend, target.capability)
     if isinstance(config, ForwardConfig):
-        totals = shape.total_q, shape.batch * shape.seqlen_k
-        check_packed_size("kernel", shape.heads, shape.batch, totals, config.tile_m)
+        totals = call.shape.total_q, call.shape.batch * room
+        check_packed_size("kernel", call.shape.heads, call.shape.batch, totals, config.tile_m)
     return Selection(problem, config)
 
 

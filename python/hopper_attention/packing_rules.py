@@ -23,8 +23,8 @@ MOST_QUERIES = 256
 they see, where all tiles of the decode kernel walk to the last key."""
 
 TILE_COST = {PAIRED_TILE_M: 1.5, WARPGROUP_ROWS: 1.5}
-"""Time that a tile of the decode kernel takes for a key, over that of a tile of the forward kernel. Set high: heads are
-packed where that leaves clearly fewer tiles."""
+"""Time that a tile of the decode kernel takes for a key, over that of a tile of the forward kernel. Not measured, but
+set high: heads are packed where that leaves clearly fewer tiles."""
 
 COPY_COST = 2.0
 """The same of a key that is copied for all query heads of a K/V head, by the whole GPU."""

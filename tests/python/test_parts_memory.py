@@ -99,7 +99,7 @@ def test_what_is_asked_for_stays_what_it_is() -> None:
     parts.k.data.zero_()
     assert not parts.k.data.float().any() and parts.q.data.float().all()
     with pytest.raises(AttributeError, match="no attribute 'key'"):
-        parts.key  # noqa: B018
+        parts.key  # noqa: B018  (to ask is all that is tested)
     assert not hasattr(quantized(), "_nothing")
 
 
