@@ -8,7 +8,6 @@ each of its tiles reads keys anew. So tiles are counted, each with what it costs
 from __future__ import annotations
 
 from hopper.config import WARPGROUP_ROWS
-from hopper.decode.config import PAIRED_TILE_M
 from hopper_attention.decode_rules import ctas_of_pieces, select_decode
 from hopper_attention.kvcache_checks import CacheCall, CacheShape
 
@@ -22,9 +21,9 @@ MOST_QUERIES = 256
 """Of a sequence, up to which tiles are counted. Of more those of the forward kernel are full, and end at the keys that
 they see, where all tiles of the decode kernel walk to the last key."""
 
-TILE_COST = {PAIRED_TILE_M: 1.5, WARPGROUP_ROWS: 1.5}
-"""Time that a tile of the decode kernel takes for a key, over that of a tile of the forward kernel. Not measured, but
-set high: heads are packed where that leaves clearly fewer tiles."""
+TILE_COST = 1.4
+"""Time that a tile of the decode kernel takes for a key, over that of a tile of the forward kernel: 1.3 to 1.5 where
+there are many of both, of 64 rows with e4m3 as of 128 with 16 bits (``benchmarks/packing.py``)."""
 
 COPY_COST = 2.0
 """The same of a key that is copied for all query heads of a K/V head, by the whole GPU."""
@@ -55,9 +54,8 @@ def why_not_packed(call: CacheCall, in_place: bool) -> str:
 def packed_cost(call: CacheCall) -> float:
     """Time of the decode kernel for a key of all sequences, in tiles of the forward kernel on one multiprocessor."""
     shape = call.shape
-    tile_m = select_decode(call).tile_m
-    tiles = shape.kv_heads * _tiles(shape, shape.heads // shape.kv_heads, tile_m)
-    return tiles * TILE_COST.get(tile_m, 1.0) / ctas_of_pieces(MULTIPROCESSORS, tiles)
+    tiles = shape.kv_heads * _tiles(shape, shape.heads // shape.kv_heads, select_decode(call).tile_m)
+    return TILE_COST * tiles / ctas_of_pieces(MULTIPROCESSORS, tiles)
 
 
 def unpacked_cost(shape: CacheShape, in_place: bool) -> float:
