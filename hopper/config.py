@@ -110,6 +110,18 @@ class ForwardConfig:
         return self.head_dim <= 128 and not (self.softcap or self.dropout or self.functions)
 
     @property
+    def finds_second_maximum_late(self) -> bool:
+        """Whether the maximum of a thread's second row is found under the exponentials of its first one. Tiles of head_dim
+        64 have three warpgroups or CTAs for that."""
+        return self.compares_bits and self.head_dim > 96
+
+    @property
+    def shrinks_in_branch(self) -> bool:
+        """Whether the second half of a block's softmax is there twice, and shrinks O only for warps with a new maximum.
+        In narrow blocks there is too little under which the branch is decided."""
+        return self.finds_second_maximum_late and self.tile_n > 128 and not self.late_rescale
+
+    @property
     def consumers(self) -> int:
         """Consumer warpgroups; each owns 64 rows of the tile."""
         return self.tile_m // WARPGROUP_ROWS
