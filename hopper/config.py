@@ -111,8 +111,8 @@ class ForwardConfig:
 
     @property
     def finds_second_maximum_late(self) -> bool:
-        """Whether the maximum of a thread's second row is found under the exponentials of its first one. Where there are
-        three warpgroups on an SM, up to head_dim 80, others fill that time."""
+        """Whether the maximum of a thread's second row is found under the exponentials of its first one. Up to head_dim
+        80, with three warpgroups on an SM, others fill that time."""
         return self.compares_bits and self.head_dim > 96
 
     @property
