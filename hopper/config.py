@@ -107,7 +107,8 @@ class ForwardConfig:
     def compares_bits(self) -> bool:
         """Whether maxima are found by comparing the bits of scores. Beyond head_dim 128 products take so long that
         maxima do not matter; what else is in the softmax's way takes the registers of a second way to a maximum."""
-        return self.head_dim <= 128 and not (self.softcap or self.dropout or self.functions)
+        is_narrow = self.head_dim <= 128 and self.element_bytes == 2
+        return is_narrow and not (self.softcap or self.dropout or self.functions)
 
     @property
     def finds_second_maximum_late(self) -> bool:
