@@ -76,6 +76,12 @@ def read_paper_problem(results: Path) -> list[ForwardReport]:
     return [load_forward(path.read_text(encoding="utf-8"), KINDS[0])] if path.is_file() else []
 
 
+def read_odd_shapes(results: Path) -> list[ForwardReport]:
+    """The report of problems beside the grid, if it has been committed."""
+    path = results / f"odd_shapes_{GPU}.json"
+    return [load_forward(path.read_text(encoding="utf-8"), KINDS[0])] if path.is_file() else []
+
+
 AMPERE_PAGES = {"forward": "ampere", "backward": "ampere_backward"}
 """The pages of the kernels without WGMMA, by kind of report."""
 
@@ -152,7 +158,8 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         is_forward = report.kind == KINDS[0]
         others = (latency, rmse) if is_forward else (None, None)
         problem = read_paper_problem(results) if is_forward else []
-        page = render_page(report, *others, f"{report.kind}.png", *problem)
+        odd = read_odd_shapes(results) if is_forward else []
+        page = render_page(report, *others, f"{report.kind}.png", problem, odd)
         pages[folder / f"{report.kind}.md"] = page
     text = splice(text, render_speed(reports), "speed")
     if rmse is not None and "fp8" in rmse:

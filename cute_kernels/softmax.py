@@ -40,6 +40,10 @@ class OnlineSoftmax(LoopInvariant):
     def enter_block(self, slot: Int32):
         """Called once a key block, while its scores are being computed. ``slot`` is where its scales lie."""
 
+    def take_second_row(self, acc_S: cute.Tensor):
+        """Called once a block but the first, after the exponentials of a thread's first row: what is left to do for its
+        second one."""
+
     def start(self):
         """Before the first block, where no block is treated as the first: no scores so far."""
         for r in range(ROWS_PER_THREAD):
@@ -74,14 +78,19 @@ class OnlineSoftmax(LoopInvariant):
         self.shift[r] = shift
 
     @cute.jit
+    def has_new_maximum(self) -> cutlass.Boolean:
+        """Whether some row of the warp has one since the block before: only then is there anything to shrink."""
+        changed = self.row_scale[0] != Float32(1.0) or self.row_scale[1] != Float32(1.0)
+        return cute.arch.vote_any_sync(changed)
+
+    @cute.jit
     def rescale_if_needed(self, acc_O: cute.Tensor):
         """Shrink an accumulator by ``row_scale``, unless no row of the warp has a new maximum.
 
         Nothing is approximated. A maximum that lags behind the true one would skip more (FlashAttention-4), but
         then the largest P is no longer exactly 1: at head_dim 256 the RMSE on inputs with outliers grew by 9 %.
         """
-        has_new_max = self.row_scale[0] != Float32(1.0) or self.row_scale[1] != Float32(1.0)
-        if cute.arch.vote_any_sync(has_new_max):
+        if self.has_new_maximum():
             scale_rows(acc_O, self.row_scale)
 
     @cute.jit

@@ -107,7 +107,20 @@ class ForwardConfig:
     def compares_bits(self) -> bool:
         """Whether maxima are found by comparing the bits of scores. Beyond head_dim 128 products take so long that
         maxima do not matter; what else is in the softmax's way takes the registers of a second way to a maximum."""
-        return self.head_dim <= 128 and not (self.softcap or self.dropout or self.functions)
+        is_narrow = self.head_dim <= 128 and self.element_bytes == 2
+        return is_narrow and not (self.softcap or self.dropout or self.functions)
+
+    @property
+    def finds_second_maximum_late(self) -> bool:
+        """Whether the maximum of a thread's second row is found under the exponentials of its first one. Up to head_dim
+        80, with three warpgroups on an SM, others fill that time."""
+        return self.compares_bits and self.head_dim > 96
+
+    @property
+    def shrinks_in_branch(self) -> bool:
+        """Whether the second half of a block's softmax is there twice, and shrinks O only for warps with a new maximum.
+        In narrow blocks there is too little under which the branch is decided."""
+        return self.finds_second_maximum_late and self.tile_n > 128 and not self.late_rescale
 
     @property
     def consumers(self) -> int:

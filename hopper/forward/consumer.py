@@ -174,13 +174,30 @@ class Consumer(LoopInvariant):
         zero_dropped(acc_S, 0, kept)
         self.loads.load_next()
         self.pipes.v.consumer_wait(k_state)
-        self.output.wait(self.tOrP, v_state.index)
-        self.pipes.v.consumer_release(v_state)
+        self.softmax.take_second_row(acc_S)
+        if const_expr(self.config.shrinks_in_branch):
+            has_new_maximum = self.softmax.has_new_maximum()
+            self.output.wait(self.tOrP, v_state.index)
+            self.pipes.v.consumer_release(v_state)
+            if has_new_maximum:
+                self.output.rescale()
+                self._finish_P(acc_S, kept)
+            else:
+                self._finish_P(acc_S, kept)
+            self.output.collect()
+        else:
+            self.output.wait(self.tOrP, v_state.index)
+            self.pipes.v.consumer_release(v_state)
+            self._finish_P(acc_S, kept)
+            self.output.collect()
+            self.output.rescale()
+        return k_state
+
+    @cute.jit
+    def _finish_P(self, acc_S: cute.Tensor, kept: tuple[Kept, ...]):
+        """P of the first row, whose exponentials are there, and all of the second."""
         self.softmax.store_P(self.tOrP, acc_S, 0)
         self._exponentiate(acc_S, 1, is_first=False, kept=kept)
-        self.output.collect()
-        self.output.rescale()
-        return k_state
 
     @cute.jit
     def _attend_in_order(
@@ -230,6 +247,8 @@ class Consumer(LoopInvariant):
         self.softmax.take_scores(acc_S, is_first)
         self.loads.load_next()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            if const_expr(r == 1 and not is_first):
+                self.softmax.take_second_row(acc_S)
             self._exponentiate(acc_S, r, is_first)
         if const_expr(not is_first):
             self.output.rescale()

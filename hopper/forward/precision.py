@@ -35,13 +35,16 @@ class SixteenBits(LoopInvariant):
     """Whether all registers are taken in a tile, so that what can be computed again after it is not kept."""
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
-        dtype, compares = DSL_DTYPES[self.config.dtype], self.config.compares_bits
-        if self.config.sinks:
-            kind = ComparingSinkSoftmax if compares else SinkSoftmax
-            return kind(*extras, scale_log2, dtype)
+        c, dtype = self.config, DSL_DTYPES[self.config.dtype]
+        late = (c.finds_second_maximum_late,) if c.compares_bits else ()
+        if c.sinks:
+            kind = ComparingSinkSoftmax if c.compares_bits else SinkSoftmax
+            return kind(*extras, *late, scale_log2, dtype)
         if dtype is Float16:
-            return (ComparingRoundingSoftmax if compares else RoundingSoftmax)(scale_log2, dtype)
-        return (ComparingSoftmax if compares else OnlineSoftmax)(scale_log2)
+            return (ComparingRoundingSoftmax if c.compares_bits else RoundingSoftmax)(
+                *late, scale_log2, dtype
+            )
+        return (ComparingSoftmax if c.compares_bits else OnlineSoftmax)(*late, scale_log2)
 
     def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""

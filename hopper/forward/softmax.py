@@ -25,10 +25,14 @@ class WithComparedBits(OnlineSoftmax):
     blocks before which all rows of the warp have a positive maximum, which is known before the scores come, and floats
     in the others: the maximum is exact for any scores. -0 would not do: its bits are the least of all integers. A row
     with a NaN among them is NaN in either case.
+
+    With ``second_is_late`` only what the first row's exponentials need stands in front of them. The second row's scores
+    are compared under them, as if by bits alone; where bits do not tell, ``take_second_row`` compares them as floats.
     """
 
-    def __init__(self, *softmax: Any):
+    def __init__(self, second_is_late: bool, *softmax: Any):
         super().__init__(*softmax)
+        self.second_is_late = second_is_late
         self.row_max.fill(-Float32.inf)
 
     def enter_block(self, slot: Int32):
@@ -38,11 +42,17 @@ class WithComparedBits(OnlineSoftmax):
     def take_scores(self, acc_S: cute.Tensor, is_first: bool):
         if is_first:
             OnlineSoftmax.take_scores(self, acc_S, True)
+        elif self.second_is_late:
+            self._take_first_row(acc_S)
         else:
-            self._take_later_scores(acc_S)
+            self._take_both_rows(acc_S)
+
+    def take_second_row(self, acc_S: cute.Tensor):
+        if self.second_is_late:
+            self._take_second_row(acc_S)
 
     @cute.jit
-    def _take_later_scores(self, acc_S: cute.Tensor):
+    def _take_both_rows(self, acc_S: cute.Tensor):
         scores, bits = as_rows(acc_S), as_rows(cute.recast_tensor(acc_S, Int32))
         first, second = as_bits(self.row_max[0]), as_bits(self.row_max[1])
         if self.compares_bits:
@@ -52,10 +62,36 @@ class WithComparedBits(OnlineSoftmax):
             first = as_bits(maximum_of(scores[0, None], self.row_max[0]))
             second = as_bits(maximum_of(scores[1, None], self.row_max[1]))
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row_max = max_over_lanes(as_float((first, second)[r]), LANES_PER_ROW)
-            shift = cute.arch.fmax(multiply_rounded(row_max, self.scale_log2), Float32(LEAST))
-            self._move_shift(r, shift, False)
-            self.row_max[r] = row_max
+            self._take_maximum(r, *self._of_all_lanes(as_float((first, second)[r])))
+
+    @cute.jit
+    def _take_first_row(self, acc_S: cute.Tensor):
+        scores, bits = as_rows(acc_S), as_rows(cute.recast_tensor(acc_S, Int32))
+        first = as_bits(self.row_max[0])
+        if self.compares_bits:
+            first = self._largest_with(first, bits[0, None])
+        else:
+            first = as_bits(maximum_of(scores[0, None], self.row_max[0]))
+        self._take_maximum(0, *self._of_all_lanes(as_float(first)))
+        second = self._largest_with(as_bits(self.row_max[1]), bits[1, None])
+        self.second_row = self._of_all_lanes(as_float(second))
+
+    @cute.jit
+    def _take_second_row(self, acc_S: cute.Tensor):
+        row_max, shift = self.second_row
+        if not self.compares_bits:
+            row_max, shift = self._of_all_lanes(maximum_of(as_rows(acc_S)[1, None], self.row_max[1]))
+        self._take_maximum(1, row_max, shift)
+
+    def _of_all_lanes(self, of_thread: Float32) -> tuple[Float32, Float32]:
+        """A row's maximum, before scaling and after."""
+        row_max = max_over_lanes(of_thread, LANES_PER_ROW)
+        return row_max, cute.arch.fmax(multiply_rounded(row_max, self.scale_log2), Float32(LEAST))
+
+    @cute.jit
+    def _take_maximum(self, r: cutlass.Constexpr[int], row_max: Float32, shift: Float32):
+        self._move_shift(r, shift, False)
+        self.row_max[r] = row_max
 
     def _largest_with(self, start: Int32, row: cute.Tensor) -> Int32:
         return largest_bits([start, *(row[i] for i in range(cute.size(row)))])

@@ -95,7 +95,7 @@ TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     (96, 96, False): (tiling(128, 192, 2),),
     (96, 96, True): (tiling(128, 128, 2),),
     (128, 128, False): (tiling(128, 128, 2, max_seqlen_k=1280), tiling(128, 176, 2)),
-    (128, 128, True): (tiling(128, 128, 2, max_seqlen_k=6144), tiling(128, 176, 2)),
+    (128, 128, True): (tiling(128, 128, 2, max_seqlen_k=6144), tiling(128, 160, 2)),
     (160, 160, False): (tiling(128, 128, 2, late_rescale=True),),
     (160, 160, True): (tiling(128, 128, 2, late_rescale=True),),
     (192, 128, False): (tiling(128, 128, 2),),
@@ -110,12 +110,16 @@ TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
 }
 """By (head_dim, head_dim_v, causal): the first tiling whose ``max_seqlen_k`` is not exceeded serves. Short
 sequences want small tiles (fewer masked or padded scores), and at head_dim 64 several CTAs an SM; long ones want the
-widest tile that fits, which reads shared memory least. Late rescaling pays where O has so many columns that rescaling
-them does not fit under the exponentials."""
+widest tile that fits, which reads shared memory least; under a causal mask 160 keys are faster than 176
+(`forward_second_row.json`). Late rescaling pays where O has so many columns that rescaling them does not fit under the
+exponentials."""
 
 SHORT_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     (64, 64, False): least_padded((small_tiling(64, 3), small_tiling(96, 2)), 1280),
     (128, 128, False): least_padded((tiling(128, 128, 2), tiling(128, 176, 2)), 1280),
+    (256, 256, False): least_padded(
+        tuple(tiling(128, keys, 2, ping_pong=False, late_rescale=True) for keys in (64, 80)), 1280
+    ),
 }
 """Rows before those of ``TILINGS`` where all keys are seen. Of few keys a last block is a large part: 1025 are nine
 blocks of 128, or six of 176 (`forward_short_and_ragged.json` in the development results)."""

@@ -64,6 +64,7 @@ def test_head_dims_that_would_be_a_fifth_zeros_have_kernels_of_their_own():
     [
         (64, {197: 64, 257: 96, 512: 64, 1024: 96}),
         (128, {197: 128, 512: 128, 1024: 128, 1025: 176, 1280: 128, 1281: 176}),
+        (256, {512: 64, 576: 64, 640: 80, 1024: 80, 1281: 80}),
     ],
 )
 def test_few_keys_get_the_tiles_with_the_least_padding(head_dim, widths):
@@ -115,6 +116,22 @@ def test_output_of_wide_heads_is_staged_in_the_memory_of_v():
     # A tile's last V may be as short as O is long, but no shorter; loads of pages go their own way.
     assert replace(wide, tile_n=64).o_shares_v and replace(wide, tile_n=80, page_box=16).o_shares_q
     assert not base().o_shares_v and base().o_shares_q
+
+
+def test_where_softmax_waits_for_the_second_row_and_shrinks_in_a_branch():
+    """By head_dim and causal, for few keys and for many."""
+
+    def of(head_dim, causal, seqlen_k):
+        config = select_forward_config("bfloat16", head_dim, head_dim, causal, seqlen_k)
+        return config.finds_second_maximum_late, config.shrinks_in_branch
+
+    assert of(128, True, 6144) == of(128, False, 1280) == (True, False)
+    assert of(128, True, 6145) == of(128, False, 1281) == (True, True)
+    for head_dim in (64, 80, 96, 160, 256):
+        assert of(head_dim, True, 16384) == of(head_dim, False, 16384) == (False, False)
+    long = select_forward_config("bfloat16", 128, 128, False, 16384)
+    capped = replace(long, softcap=True)
+    assert not (capped.compares_bits or capped.finds_second_maximum_late or capped.shrinks_in_branch)
 
 
 def test_ctas_of_an_sm_share_its_registers_and_shared_memory():

@@ -68,14 +68,18 @@ def test_forward(head_dim, causal, seqlens, heads) -> None:
     check_forward(config, draw(torch.bfloat16, seqlens, heads, head_dim), ctas=2)
 
 
-def test_maxima_of_scores_of_any_sign() -> None:
+@pytest.mark.parametrize("head_dim,tile_n", [(64, 64), (128, 144)])
+def test_maxima_of_scores_of_any_sign(head_dim, tile_n) -> None:
     """Bits are compared only where a row of the warp has no negative maximum: rows with positive scores only in some
-    blocks, or in none, are in all places."""
-    config = replace(select_forward_config("bfloat16", 64, 64, True, 16384), tile_n=64)
-    q, k, v = draw(torch.bfloat16, (80, 400), (1, 1), 64)
+    blocks, or in none, are in all places. Where the last keys, which are visited first, have the largest scores by far,
+    no later block has a new maximum, and O is not shrunk there."""
+    config = replace(select_forward_config("bfloat16", head_dim, head_dim, True, 16384), tile_n=tile_n)
+    q, k, v = draw(torch.bfloat16, (80, 400), (1, 1), head_dim)
     some_rows = torch.where(torch.arange(80).view(1, -1, 1, 1) % 7 == 0, -1, 1).bfloat16()
-    some_keys = torch.where(torch.arange(400).view(1, -1, 1, 1) < 250, -1, 1).bfloat16()
-    for queries, keys in ((-q.abs(), k.abs()), (q.abs() * some_rows, k.abs() * some_keys)):
+    later = torch.arange(400).view(1, -1, 1, 1) < 250
+    some_keys, large_first = (torch.where(later, x, 1).bfloat16() for x in (-1, 0.25))
+    signs = (-q.abs(), k.abs()), (q.abs() * some_rows, k.abs() * some_keys), (q, k * large_first)
+    for queries, keys in signs:
         check_forward(config, [queries, keys, v])
 
 

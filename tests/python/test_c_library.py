@@ -507,7 +507,7 @@ def test_sets_of_kernels() -> None:
 def test_kernels_are_launched_through_the_driver(tmp_path: Path) -> None:
     """Those that are linked in, on a driver without a GPU: the calls of ``tests/c/test_calls.c``."""
     names = (
-        "hopper_fwd_bf16_d128_causal_m128n176s2_r240_24",
+        "hopper_fwd_bf16_d128_causal_m128n160s2_r240_24",
         "hopper_decode_bf16_d128_full_m4*b128_e4m3cache0",
     )
     configs = c_library.chosen_kernels(",".join(names))

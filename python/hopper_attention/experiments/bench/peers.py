@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hopper_attention.experiments.bench.machine import package_version
-from hopper_attention.experiments.bench.results import AMPERE, OURS, PeerInfo
+from hopper_attention.experiments.bench.results import AMPERE, MATMUL, OURS, PeerInfo
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.timing import Launch
 
@@ -107,13 +107,15 @@ class Peer(ListedPeer):
     """A row of the benchmarks of dense attention.
 
     ``context`` is entered once around a batch of launches, never inside one. ``rounding`` gives what is left of the
-    inputs where the peer gets them rounded: that is what its output is checked on, within ``limits`` by dtype.
+    inputs where the peer gets them rounded: that is what its output is checked on, within ``limits`` by dtype. One that
+    is no attention has no output to check.
     """
 
     prepare: Callable[[Problem, Inputs, Setting], Prepared]
     context: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     rounding: Callable[[Inputs], Inputs] = field(default=as_drawn)
     limits: Callable[[str], Limits] = field(default=limits_of_dtype)
+    is_attention: bool = True
 
 
 def needs_gpu(setting: Setting) -> str:
@@ -366,6 +368,31 @@ def prepare_torch(problem: Problem, inputs: Inputs, setting: Setting) -> Prepare
     return Prepared(launch)
 
 
+# A matrix product
+
+LEAST_SIDE = 4096
+"""Rows and columns from which on a matrix product is at its best rate."""
+
+
+def prepare_matmul(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
+    """One product with the rows of Q and of K as its sides, and so deep that it has as many operations as the problem.
+
+    Raises:
+        NotImplementedError: the sides are too short to keep the tensor cores busy.
+    """
+    rows, columns = problem.seqlen_q, problem.seqlen_k
+    if min(rows, columns) < LEAST_SIDE:
+        raise NotImplementedError(
+            f"sides are {rows} and {columns}, allowed for a matrix product: {LEAST_SIDE} or more"
+        )
+    depth = round(problem.flops / 2 / rows / columns)
+    left, right = (
+        torch.randn(side, depth, dtype=getattr(torch, problem.dtype), device=setting.device)
+        for side in (rows, columns)
+    )
+    return Prepared(lambda: left @ right.T)
+
+
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
@@ -385,6 +412,10 @@ PEERS: dict[str, Peer] = {
         Peer(
             AMPERE, "hopper-attention without WGMMA", needs_gpu, our_version,
             partial(prepare_ours, backend="ampere"),
+        ),
+        Peer(
+            MATMUL, "torch.matmul of as many operations", always_available, torch_version, prepare_matmul,
+            is_attention=False,
         ),
     )
 }  # fmt: skip

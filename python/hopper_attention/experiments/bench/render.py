@@ -17,6 +17,7 @@ from hopper_attention.experiments.bench.results import (
     is_ours,
     ratios,
 )
+from hopper_attention.experiments.bench.shapes import shape_targets
 from hopper_attention.experiments.bench.spec import ABLATION, PAPER_HEAD_DIMS, PAPER_SEQLENS
 from hopper_attention.experiments.bench.targets import (
     ablation_targets,
@@ -231,15 +232,27 @@ def render_paper_problem(report: ForwardReport) -> list[str]:
     ]
 
 
+def render_odd_shapes(report: ForwardReport) -> list[str]:
+    """Problems beside the grid, by a report of their own."""
+    return [
+        "## Short, odd and long",
+        measured_on(report.date, report.commit, report.machine),
+        "`matmul` is no attention: one matrix product of as many operations, in turns with the others.",
+        render_peers_table(report, report.cells),
+        targets_text(shape_targets(report)),
+    ]
+
+
 def render_page(
     report: ForwardReport,
     latency: Mapping[str, Any] | None,
     rmse: Mapping[str, Any] | None,
     figure: str,
-    *paper_problem: ForwardReport,
+    paper_problem: Sequence[ForwardReport] = (),
+    odd_shapes: Sequence[ForwardReport] = (),
 ) -> str:
     """docs/results/<kind>.md: everything that was measured. ``figure`` is the plot's file name beside it;
-    ``paper_problem`` is a report of that problem, where there is one."""
+    ``paper_problem`` is a report of that problem, ``odd_shapes`` one of ODD_SHAPES, where there are such."""
     versions = [
         f"- {name}: {info.title}, {info.version}" for name, info in report.peers.items() if info.version
     ]
@@ -273,6 +286,8 @@ def render_page(
         parts += ["## Sustained", sustained]
     for problem in paper_problem:
         parts += render_paper_problem(problem)
+    for odd in odd_shapes:
+        parts += render_odd_shapes(odd)
     if latency:
         parts += ["## Latency", render_latency(latency)]
     if rmse:

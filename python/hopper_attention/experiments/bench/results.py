@@ -26,6 +26,9 @@ OURS_DROP_IN = "ours_drop_in"
 """Rows of an FP8 report beside our kernel: with the pre-pass, from 16 bits to 16 bits; our 16-bit kernel; the FP8
 kernel with two-level accumulation; and FlashAttention-3's own call, on e4m3 tensors with descales."""
 
+MATMUL = "matmul"
+"""A matrix product of as many operations: no attention, and so no rival, but what the tensor cores reach."""
+
 AMPERE = "ampere"
 """Our kernel without WGMMA, on any GPU that it runs on; a report without a row ``ours`` is about it."""
 
@@ -33,6 +36,11 @@ AMPERE = "ampere"
 def is_ours(peer: str) -> bool:
     """Whether a row runs this library."""
     return peer in (OURS, OURS_END_TO_END, OURS_16_BIT, OURS_TWO_LEVEL, OURS_DROP_IN, AMPERE)
+
+
+def is_rival(peer: str) -> bool:
+    """Whether a row is attention by somebody else."""
+    return not is_ours(peer) and peer != MATMUL
 
 
 def main_row(peers: Iterable[str]) -> str:
@@ -140,13 +148,13 @@ class Cell:
     @property
     def best_sustained(self) -> str:
         """As ``best_peer``, without a pause."""
-        others = [name for name in self.peers if not is_ours(name) and self.sustained(name) > 0]
+        others = [name for name in self.peers if is_rival(name) and self.sustained(name) > 0]
         return max(others, key=self.sustained, default="")
 
     @property
     def best_peer(self) -> str:
         """The fastest peer that is not a row of ours; empty if there is none."""
-        others = [name for name in self.peers if not is_ours(name) and self.tflops(name) > 0]
+        others = [name for name in self.peers if is_rival(name) and self.tflops(name) > 0]
         return max(others, key=self.tflops, default="")
 
     @property

@@ -214,6 +214,8 @@ class Bench:
         """Prepare a peer and check its output. What the peer itself raises becomes a failure of its own."""
 
         def judge(prepared: Prepared, out: Any) -> tuple[float, str]:
+            if not peer.is_attention:
+                return 0.0, ""
             oracles = oracles_of(peer.rounding)
             return self.suite.check.compare(problem, prepared.read(out), oracles, peer.limits(problem.dtype))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 LONG_DTYPES = {long: short for short, long in SHORT_DTYPES.items()}
@@ -113,9 +113,41 @@ def parse_problem(text: str) -> Problem:
     )
 
 
+EVEN = parse_problem("bf16-b1-s4096-h32-d128-causal")
+RAGGED = replace(EVEN, seqlen_q=4099, seqlen_k=4099)
+"""Three queries and keys more than a round number, which are a tile and a key block more."""
+
+BETWEEN_TILES = tuple(
+    parse_problem(f"bf16-b4-s4096-h16-d{head_dim}-{mask}")
+    for head_dim in (72, 80, 104)
+    for mask in ("full", "causal")
+)
+IMAGES = parse_problem("bf16-b64-s197-h12-d64-full")
+"""The tokens of an image in a vision transformer."""
+
+SHORT = tuple(parse_problem(f"bf16-b1-s{seqlen}-h32-d128-full") for seqlen in (512, 128))
+
+LONGEST = {
+    d: tuple(parse_problem(f"bf16-b1-s16384-h{PAPER_WIDTH // d}-d{d}-{mask}") for mask in ("full", "causal"))
+    for d in PAPER_HEAD_DIMS
+}
+"""Without a mask, and causal, by head_dim."""
+
+ODD_SHAPES: tuple[Problem, ...] = (
+    EVEN,
+    RAGGED,
+    *BETWEEN_TILES,
+    IMAGES,
+    *SHORT,
+    *(problem for pair in LONGEST.values() for problem in pair),
+)
+"""Beside the paper's grid: short ones, odd sizes, and its longest ones, which stand beside a matrix product."""
+
+
 def parse_shapes(text: str) -> tuple[Problem, ...]:
-    """Comma-separated problems; ``paper`` stands for the 36 cells, ``ablation`` for the ablation's shape."""
-    groups = {"paper": paper_grid(), "ablation": (ABLATION,)}
+    """Comma-separated problems; ``paper`` stands for the 36 cells, ``ablation`` for the ablation's shape, ``odd`` for
+    ODD_SHAPES."""
+    groups = {"paper": paper_grid(), "ablation": (ABLATION,), "odd": ODD_SHAPES}
     problems: list[Problem] = []
     for part in text.split(","):
         problems += groups[part.strip()] if part.strip() in groups else [parse_problem(part)]

@@ -18,6 +18,7 @@ from hopper_attention.experiments.bench.results import (
     is_ours,
     ratios,
 )
+from hopper_attention.experiments.bench.shapes import shape_targets
 from hopper_attention.experiments.bench.spec import ABLATION, Problem, paper_grid
 from hopper_attention.experiments.reports import Target
 
@@ -91,9 +92,10 @@ def failure_targets(cells: Iterable[Cell]) -> list[Target]:
 
 
 def forward_targets(report: ForwardReport) -> list[Target]:
-    """Ratios over the best peer on the paper's grid, and the ablation's shape against FA3."""
-    grid = grid_targets(report, "forward", FORWARD_RATIOS)
-    return [*grid, *ablation_targets(report), *failure_targets(report.cells)]
+    """Ratios over the best peer on the paper's grid, the ablation's shape against FA3, and shapes beside the grid."""
+    grid = grid_targets(report, "forward", FORWARD_RATIOS) if report.cell(paper_grid()[0]) else []
+    others = [*ablation_targets(report), *shape_targets(report)]
+    return [*grid, *others, *failure_targets(report.cells)]
 
 
 def ablation_targets(report: ForwardReport) -> list[Target]:
