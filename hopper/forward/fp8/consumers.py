@@ -97,7 +97,11 @@ class LaggingConsumer(Consumer):
         if suffices:
             self.softmax.add_totals()
         else:
-            self._recover(acc_S, n_block, k_state)
+            self.softmax.change_unit()
+            if self.softmax.needs_maximum():
+                self._recover(acc_S, n_block, k_state)
+            else:
+                self.softmax.add_totals()
         self._leave_block(k_state)
 
     def _rows_around_wait(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

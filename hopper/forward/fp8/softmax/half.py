@@ -154,15 +154,13 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         """Make P, ``row_sum`` and O right after a block that needs a new maximum."""
         self.rescale_if_needed(acc_O)
         self._note_new_maximum(n_block)
-        self.take_new_unit()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             if cute.arch.vote_any_sync(self._needs_maximum(r)):
                 self.take_maximum(acc_S, r)
                 self.store_P(operand, acc_S, r)
-                scale_row(acc_O, r, self.row_scale[r] * self.unit_change[0])
+                scale_row(acc_O, r, self.row_scale[r])
             else:
                 self.row_sum[r] = self.row_sum[r] + self.totals[r]
-                scale_row(acc_O, r, self.unit_change[0])
 
     @cute.jit
     def take_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
