@@ -128,6 +128,9 @@ class HalfScoresConsumer(LaggingConsumer):
     Only the first block of a tile takes a maximum whatever its P is.
     """
 
+    def _queries_have_come(self):
+        self.softmax.lower_queries()
+
     @cute.jit
     def _first_scores(self, scores: ScoreTile, n_block: Int32, kv_state: PipelineState):
         acc_S = self._make_acc_S()
