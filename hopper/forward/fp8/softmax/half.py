@@ -72,8 +72,9 @@ def pair_of(x: float) -> int:
 WARY_LIMITS, FAR_EXPONENTS = pair_of(WARY_LIMIT), pair_of(FAR_EXPONENT)
 """Pairs of ``WARY_LIMIT`` and ``FAR_EXPONENT``."""
 
-CEILINGS, WARY_EXPONENTS = pair_of(CEILING), pair_of(float(WARY_EXPONENT))
-"""Likewise."""
+CEILINGS, RISEN_EXPONENTS = pair_of(CEILING), pair_of(WARY_EXPONENT + 2.0**-7)
+"""Likewise. The largest P of a row whose maximum rises is aimed a little above 2^4: the offset is rounded, and chords
+take a step of 2.5 % just below 2^4, which e4m3 rounds away and the sum of the row does not."""
 
 SIGNLESS, LAST_NEAR = 0x7FFF7FFF, pair_of(FARTHEST) - 0x00010001
 """What leaves the signs of a pair out, and the pair of the last float16 below ``FARTHEST``."""
@@ -233,11 +234,11 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def _raise_maxima(self, acc_S: cute.Tensor, n_block: Int32):
         """In float16, both rows in a word, unless an offset goes too far for that: the new one is the old one less what
-        the largest exponent is above ``WARY_EXPONENT``, or the nearest that is exact (``_place_shift``)."""
+        the largest exponent is above ``RISEN_EXPONENTS``, or the nearest that is exact (``_place_shift``)."""
         largest = over_lanes(self.largest[0], maximum_of_halves)
         scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
         exponents = multiply_add_halves(largest, scales, offsets)
-        rise = positive_difference_of_halves(exponents, Int32(WARY_EXPONENTS))
+        rise = positive_difference_of_halves(exponents, Int32(RISEN_EXPONENTS))
         lowered = subtract_halves(offsets, rise)
         distance = subtract_halves(Int32(CEILINGS), lowered)
         lowered = subtract_halves(Int32(CEILINGS), distance)
