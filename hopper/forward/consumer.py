@@ -64,12 +64,16 @@ class Consumer(LoopInvariant):
         """
         unmasked = blocks.unmasked
         self.pipes.q.consumer_wait(q_state(self.config, self.wg, q_phase))
+        self._queries_have_come()
         self.output.clear()
         if const_expr(self.config.pipelined):
             kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_phase)
         else:
             kv_state = self._attend_in_order(scores, blocks, unmasked, kv_state, q_phase)
         return kv_state
+
+    def _queries_have_come(self):
+        """Before the first Q K^T of a tile."""
 
     @cute.jit
     def _attend_pipelined(

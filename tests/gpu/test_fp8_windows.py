@@ -138,14 +138,14 @@ def test_long_sequences(draw, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_scores_in_float32(draw, head_dim: int) -> None:
-    """Codes that promise nothing, as those of other quantizers."""
+def test_codes_that_promise_nothing(draw, head_dim: int) -> None:
+    """As those of other quantizers."""
     x = draw(torch.bfloat16, 2, (900, 1500), (4, 2), head_dim)
     parts = quantize_qkv(x.q, x.k, x.v)
     parts = replace(parts, q=replace(parts.q, largest=448.0))
     for window in ((100, 30), (300, 1), (-1, 70)):
         config = select_config(problem_of(parts, False, False, (*window, 0)))
-        assert config.window and config.softmax is not Softmax.HALF_SCORES
+        assert config.window and config.lowers_queries == (config.softmax is Softmax.HALF_SCORES)
         assert find_differences(parts, False, window) == []
 
 

@@ -35,7 +35,7 @@ class Softmax(Enum):
     - ``EAGER``: the same with fewer steps that depend on each other, for two warpgroups (``softmax/eager.py``).
     - ``LAGGING``: a maximum of earlier blocks while that will do (``softmax/lagging.py``).
     - ``HALF_SCORES``: as ``LAGGING``, of scores in float16: no product of a row of Q and one of K, as e4m3, may exceed
-      65504 (``softmax/half.py``).
+      65504 (``softmax/half.py``), unless ``lowers_queries`` says that the kernel is to see to it.
     """
 
     EXACT = "exact"
@@ -57,7 +57,8 @@ class Fp8ForwardConfig(ForwardConfig):
     With ``v_rows`` V arrives as (keys, head_dim_v) and the producer warpgroup transposes it, else as (head_dim_v,
     keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
     whose bits FP8 WGMMA keeps only a part in its sums. With ``split_scores`` Q K^T is added up in float32 as well
-    (``hopper.forward.fp8.split_scores``).
+    (``hopper.forward.fp8.split_scores``). With ``lowers_queries`` rows of Q are multiplied by powers of two first, so
+    that scores in float16 serve any codes (``hopper.forward.fp8.lowered_queries``).
     """
 
     output: str = "bfloat16"
@@ -66,6 +67,7 @@ class Fp8ForwardConfig(ForwardConfig):
     v_rows: bool = False
     two_level: bool = False
     split_scores: bool = False
+    lowers_queries: bool = False
 
     @property
     def pv_columns(self) -> int:
@@ -96,6 +98,7 @@ class Fp8ForwardConfig(ForwardConfig):
         parts += ["vrows"] if self.v_rows else []
         parts += ["twolevel"] if self.two_level else []
         parts += ["split"] if self.split_scores else []
+        parts += ["lowers"] if self.lowers_queries else []
         return "_".join([super().name, *parts])
 
     @property
@@ -127,6 +130,8 @@ class Fp8ForwardConfig(ForwardConfig):
             _validate_split_scores(self)
         if self.softmax in STALE_MAXIMUM:
             _validate_stale_maximum(self)
+        if self.lowers_queries and self.softmax is not Softmax.HALF_SCORES:
+            raise ValueError(f"lowers_queries is True, allowed with softmax {self.softmax.value!r}: False")
 
 
 def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:

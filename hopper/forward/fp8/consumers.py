@@ -97,7 +97,11 @@ class LaggingConsumer(Consumer):
         if suffices:
             self.softmax.add_totals()
         else:
-            self._recover(acc_S, n_block, k_state)
+            self.softmax.change_unit()
+            if self.softmax.needs_maximum():
+                self._recover(acc_S, n_block, k_state)
+            else:
+                self.softmax.add_totals()
         self._leave_block(k_state)
 
     def _rows_around_wait(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -123,6 +127,9 @@ class HalfScoresConsumer(LaggingConsumer):
 
     Only the first block of a tile takes a maximum whatever its P is.
     """
+
+    def _queries_have_come(self):
+        self.softmax.lower_queries()
 
     @cute.jit
     def _first_scores(self, scores: ScoreTile, n_block: Int32, kv_state: PipelineState):

@@ -12,6 +12,7 @@ from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.consumer import Consumer
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.consumers import HalfScoresConsumer, LaggingConsumer
+from hopper.forward.fp8.lowered_queries import LoweredQueries
 from hopper.forward.fp8.mean_v import MeanOfV
 from hopper.forward.fp8.scales import SLOT_FLOATS, SLOTS_PER_STAGE, BlockScales, ScalePublisher
 from hopper.forward.fp8.softmax.eager import EagerSoftmax
@@ -62,7 +63,8 @@ class BlockScaled(SixteenBits):
         tile_scales = (scales.q, scales.o, scales.block_q)
         common = scale_log2, tile_scales, self._slots(storage), c.polynomial_pairs
         if c.softmax is Softmax.HALF_SCORES:
-            return HalfScoresSoftmax(*common, c.tile_n // COLUMNS_PER_GROUP)
+            queries = (self._queries(storage),) if c.lowers_queries else ()
+            return HalfScoresSoftmax(*common, c.tile_n // COLUMNS_PER_GROUP, queries)
         if c.softmax is Softmax.LAGGING:
             return LaggingSoftmax(*common, self._warp_scores(storage))
         return (EagerSoftmax if c.softmax is Softmax.EAGER else ExactSoftmax)(*common)
@@ -81,13 +83,22 @@ class BlockScaled(SixteenBits):
     def make_correction(self, extras: tuple, storage: Any) -> MeanOfV:
         c = self.config
         memory = storage.means.get_tensor(cute.make_layout((c.head_dim_v, c.consumers)))
-        first_thread = c.threads - WARPGROUP_THREADS * c.consumers
-        return MeanOfV(BlockScales(*extras).mean_v, memory, first_thread)
+        return MeanOfV(BlockScales(*extras).mean_v, memory, self._first_consumer)
+
+    @property
+    def _first_consumer(self) -> int:
+        """The number of the first thread that consumes."""
+        return self.config.threads - WARPGROUP_THREADS * self.config.consumers
 
     def _slots(self, storage: Any) -> cute.Tensor:
         slots = SLOTS_PER_STAGE * self.config.stages
         layout = cute.make_layout((slots, SLOT_FLOATS), stride=(SLOT_FLOATS, 1))
         return storage.scales.get_tensor(layout)
+
+    def _queries(self, storage: Any) -> LoweredQueries:
+        c = self.config
+        layout = swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, DSL_DTYPES[c.dtype])
+        return LoweredQueries(c, storage.sQ.get_tensor(layout.outer), self._first_consumer)
 
     def _warp_scores(self, storage: Any) -> WarpScores:
         """Q and K as words, for the scores that a warp computes again by itself."""

@@ -104,7 +104,7 @@ FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         *FP8_TILINGS[256, True],
     ),
 }
-"""As ``FP8_TILINGS``, for Q and K whose scores fit float16."""
+"""As ``FP8_TILINGS``, for Q and K whose scores fit float16, or are made to (``lowers_queries``)."""
 
 LARGEST_HALF = 65504.0
 """Of float16."""
@@ -184,8 +184,9 @@ def select_fp8_forward_config(
 
     ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v),
     ``two_level`` that P V is to be added to O in float32, and ``half_scores`` that scores fit float16
-    (``scores_fit_half``). ``seqlen_k`` are the keys that a query sees at most, which packed sequences do not tell.
-    ``exact_lse`` asks for an LSE to merge partial results by, from V that comes transposed.
+    (``scores_fit_half``), to which a kernel with such scores sees otherwise. ``seqlen_k`` are the keys that a query
+    sees at most, which packed sequences do not tell. ``exact_lse`` asks for an LSE to merge partial results by, from V
+    that comes transposed.
 
     Raises:
         ValueError: a head dimension is too large, no tiling divides ``block_k``, or V in rows meets ``exact_lse``.
@@ -200,7 +201,7 @@ def select_fp8_forward_config(
     if exact_lse:
         tilings = FP8_EXACT_LSE_TILINGS[min(fits)]
     else:
-        tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores)
+        tilings = _fp8_tilings(min(fits), causal, v_rows, two_level)
     if layout == VARLEN:
         seqlen_k = PACKED_SEQLEN
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
@@ -209,7 +210,9 @@ def select_fp8_forward_config(
         raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
     wide = [tiling for tiling in dividing if tiling.tile_n > NARROW_KEYS] or dividing
     chosen = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
-    return replace(_build(chosen, min(fits), causal, output), window=window, layout=layout, chunk=chunk)
+    config = _build(chosen, min(fits), causal, output)
+    lowers = config.softmax is Softmax.HALF_SCORES and not half_scores
+    return replace(config, window=window, layout=layout, chunk=chunk, lowers_queries=lowers)
 
 
 def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
@@ -217,14 +220,12 @@ def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
     return largest_q * largest_k * head_dim <= LARGEST_HALF
 
 
-def _fp8_tilings(
-    head_dim: int, causal: bool, v_rows: bool, two_level: bool, half_scores: bool = False
-) -> tuple[Tiling, ...]:
+def _fp8_tilings(head_dim: int, causal: bool, v_rows: bool, two_level: bool) -> tuple[Tiling, ...]:
     if two_level:
         return (FP8_TWO_LEVEL_ROW_TILINGS if v_rows else FP8_TWO_LEVEL_TILINGS)[head_dim]
     if v_rows:
         return FP8_ROW_TILINGS[head_dim]
-    return (FP8_HALF_SCORES_TILINGS if half_scores else FP8_TILINGS)[head_dim, causal]
+    return FP8_HALF_SCORES_TILINGS[head_dim, causal]
 
 
 def _build(tiling: Tiling, head_dim: int, causal: bool, output: str) -> Fp8ForwardConfig:
@@ -236,6 +237,12 @@ def _build(tiling: Tiling, head_dim: int, causal: bool, output: str) -> Fp8Forwa
         causal=causal,
         output=output,
     )
+
+
+def _with_any_codes(config: Fp8ForwardConfig) -> tuple[Fp8ForwardConfig, ...]:
+    """That of codes whose scores are known to fit, and that of any others."""
+    is_half = config.softmax is Softmax.HALF_SCORES
+    return (config, replace(config, lowers_queries=True)) if is_half else (config,)
 
 
 def shipped_exact_lse_configs() -> tuple[Fp8ForwardConfig, ...]:
@@ -253,13 +260,11 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
     """Every config that ``select_fp8_forward_config`` can return for this ``two_level`` without ``exact_lse``, each
     once."""
     transposed = tuple(
-        _build(tiling, head_dim, causal, output)
+        config
         for output in DTYPES
         for head_dim, causal in FP8_TILINGS
-        for half_scores in (False, True)
-        for tiling in _fp8_tilings(
-            head_dim, causal, v_rows=False, two_level=two_level, half_scores=half_scores
-        )
+        for tiling in _fp8_tilings(head_dim, causal, v_rows=False, two_level=two_level)
+        for config in _with_any_codes(_build(tiling, head_dim, causal, output))
     )
     # FP8 tensors with descales, which are what comes in rows, give bfloat16.
     rows = tuple(

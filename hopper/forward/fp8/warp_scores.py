@@ -58,10 +58,10 @@ class WarpScores(LoopInvariant):
                 self._every_eighth(self.mQ, (row, at, wg)),
                 self._every_eighth(self.mK, (key, at, stage)),
             )
-            (a0, a2), (a1, a3) = (_widen(queries[r]) for r in range(ROWS_PER_THREAD))
+            (a0, a2), (a1, a3) = (widen(queries[r]) for r in range(ROWS_PER_THREAD))
             for i in cutlass.range_constexpr(len(groups)):
                 j = groups[i]
-                b = _widen(keys[j])
+                b = widen(keys[j])
                 c = [scores[r, (e, j)] for r in range(ROWS_PER_THREAD) for e in range(2)]
                 c = _multiply((a0, a1, a2, a3), b, c)
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -79,7 +79,7 @@ class WarpScores(LoopInvariant):
         return cute.make_tensor(pointer, rows)
 
 
-def _widen(word: Int32) -> tuple[Int32, Int32]:
+def widen(word: Int32) -> tuple[Int32, Int32]:
     """Four e4m3 as two pairs of float16, which has them all."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 {$w0}, l; cvt.rn.f16x2.e4m3x2 {$w1}, h; }",

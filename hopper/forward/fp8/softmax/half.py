@@ -38,6 +38,7 @@ from hopper.forward.fp8.exp2 import (
     scale_words,
     sum_of_words,
 )
+from hopper.forward.fp8.lowered_queries import LoweredQueries
 from hopper.forward.fp8.operand_a import store_words_as_operand_a_e4m3
 from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
@@ -71,8 +72,9 @@ def pair_of(x: float) -> int:
 WARY_LIMITS, FAR_EXPONENTS = pair_of(WARY_LIMIT), pair_of(FAR_EXPONENT)
 """Pairs of ``WARY_LIMIT`` and ``FAR_EXPONENT``."""
 
-CEILINGS, WARY_EXPONENTS = pair_of(CEILING), pair_of(float(WARY_EXPONENT))
-"""Likewise."""
+CEILINGS, RISEN_EXPONENTS = pair_of(CEILING), pair_of(WARY_EXPONENT + 2.0**-7)
+"""Likewise. The largest P of a row whose maximum rises is aimed a little above 2^4: the offset is rounded, and chords
+take a step of 2.5 % just below 2^4, which e4m3 rounds away and the sum of the row does not."""
 
 SIGNLESS, LAST_NEAR = 0x7FFF7FFF, pair_of(FARTHEST) - 0x00010001
 """What leaves the signs of a pair out, and the pair of the last float16 below ``FARTHEST``."""
@@ -90,12 +92,13 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     While WGMMA runs, its accumulators take most of the registers' bandwidth: beside Q K^T into float32 other
     instructions run at half their rate, beside Q K^T into float16 at four fifths. Two scores also share the product
     with their scale, and they stay in their registers until P is known to do. The inputs promise that no product of a
-    row of Q and one of K exceeds what float16 holds. A score is rounded by up to 2^-11 of itself, by each WGMMA that
-    adds to it, by its scale, and once more when it has become an exponent. So exponents of scores that are large and
-    alike are off by what all of them have in common, too: by 2^-5 octaves or so where that is 100 octaves. A scale
-    below 2^-9 is rounded by up to 2^-20 instead, since chords want 1/32 of it, which moves the exponents of a block by
-    1/36 octave at most where codes promise products below 28672. Chords are off by up to 3 % (1 % RMS), and so is the
-    sum of a row in which a single one counts.
+    row of Q and one of K exceeds what float16 holds, or ``queries`` sees to it. A score is rounded by up to 2^-11 of
+    itself, by each WGMMA that adds to it, by its scale, and once more when it has become an exponent. So exponents of
+    scores that are large and alike are off by what all of them have in common, too: by 2^-5 octaves or so where that is
+    100 octaves. A scale below 2^-9 is rounded by up to 2^-20 instead, since chords want 1/32 of it, which moves the
+    exponents of a block by 1/36 octave at most where codes promise products below 28672, and by 1/16 where ``queries``
+    leaves some of 63000. Chords are off by up to 3 % (1 % RMS), and so is the sum of a row in which a single one
+    counts.
 
     ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Beyond ``FARTHEST``, as
     before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. So it does where
@@ -112,8 +115,10 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         slots: cute.Tensor,
         polynomial_pairs: int,
         pairs: int,
+        queries: tuple[LoweredQueries, ...] = (),
     ):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
+        self.queries = queries
         self.offset = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
         self.words = cute.make_rmem_tensor((ROWS_PER_THREAD, pairs), Int32)
         self.slopes, self.scales = (cute.make_rmem_tensor(ROWS_PER_THREAD, Int32) for _ in range(2))
@@ -127,6 +132,12 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         masked = minimum(blocks.end - blocks.unmasked, 1)
         wary = minimum(maximum(blocks.count // BLOCKS_A_WARY_BLOCK, 2 * masked), 3 - masked)
         return whole - 1 - masked, whole - 1 - wary
+
+    def lower_queries(self):
+        """Once Q of a tile has come."""
+        for queries in self.queries:
+            for r, factor in enumerate(queries.lower()):
+                self.tile_scale[r] = self.tile_scale[r] * factor
 
     @cute.jit
     def take_new_unit(self):
@@ -154,15 +165,13 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         """Make P, ``row_sum`` and O right after a block that needs a new maximum."""
         self.rescale_if_needed(acc_O)
         self._note_new_maximum(n_block)
-        self.take_new_unit()
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             if cute.arch.vote_any_sync(self._needs_maximum(r)):
                 self.take_maximum(acc_S, r)
                 self.store_P(operand, acc_S, r)
-                scale_row(acc_O, r, self.row_scale[r] * self.unit_change[0])
+                scale_row(acc_O, r, self.row_scale[r])
             else:
                 self.row_sum[r] = self.row_sum[r] + self.totals[r]
-                scale_row(acc_O, r, self.unit_change[0])
 
     @cute.jit
     def take_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
@@ -225,11 +234,11 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def _raise_maxima(self, acc_S: cute.Tensor, n_block: Int32):
         """In float16, both rows in a word, unless an offset goes too far for that: the new one is the old one less what
-        the largest exponent is above ``WARY_EXPONENT``, or the nearest that is exact (``_place_shift``)."""
+        the largest exponent is above ``RISEN_EXPONENTS``, or the nearest that is exact (``_place_shift``)."""
         largest = over_lanes(self.largest[0], maximum_of_halves)
         scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
         exponents = multiply_add_halves(largest, scales, offsets)
-        rise = positive_difference_of_halves(exponents, Int32(WARY_EXPONENTS))
+        rise = positive_difference_of_halves(exponents, Int32(RISEN_EXPONENTS))
         lowered = subtract_halves(offsets, rise)
         distance = subtract_halves(Int32(CEILINGS), lowered)
         lowered = subtract_halves(Int32(CEILINGS), distance)

@@ -152,14 +152,12 @@ class LaggingSoftmax(StaleMaximumSoftmax):
         if cute.arch.vote_any_sync(self._has_lost_any()):
             self._compute_again(operand, acc_S, acc_O, place)
         else:
-            self._take_unit(self._read_slot(place[1])[1])
             self.row_scale.fill(1.0)
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 if cute.arch.vote_any_sync(self._needs_maximum(r)):
                     self._take_largest(operand, acc_S, acc_O, r, self.polynomial_pairs)
                 else:
                     self.row_sum[r] = self.row_sum[r] + self.totals[r]
-                    scale_row(acc_O, r, self.unit_change[0])
 
     @cute.jit
     def _has_lost_any(self) -> Boolean:
@@ -182,7 +180,6 @@ class LaggingSoftmax(StaleMaximumSoftmax):
                 self._start_over(operand, acc_S, acc_O, place)
             else:
                 self._replace(acc_S, place, tuple(j for j in groups if j not in others), others)
-                self._take_unit(self._read_slot(place[1])[1])
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                     self._take_largest(operand, acc_S, acc_O, r, polynomial_pairs=0)
 
@@ -202,15 +199,13 @@ class LaggingSoftmax(StaleMaximumSoftmax):
             some = groups[first : first + GROUPS_AT_ONCE]
             self.scores.compute(acc_S, stage, some)
             tops = [_maximum_of_groups(acc_S, r, some, tops[r]) for r in range(ROWS_PER_THREAD)]
-        scale_k, unit = self._read_slot(slot)
-        self._take_scale(scale_k)
-        self._take_unit(unit)
+        self._take_scale(self._read_slot(slot)[0])
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             lowered = over_lanes(tops[r], maximum_or_nan) * self.scale[r] + Float32(
                 P_EXPONENT - LEAST_MAXIMUM_EXPONENT
             )
             self._move_shift(r, maximum_or_nan(lowered, self.shift[r]), is_first=False)
-            scale_row(acc_O, r, self.row_scale[r] * self.unit_change[0])
+            scale_row(acc_O, r, self.row_scale[r])
         for first in cutlass.range_constexpr(0, len(groups), GROUPS_AT_ONCE):
             some = groups[first : first + GROUPS_AT_ONCE]
             self.scores.compute(acc_S, stage, some)
@@ -274,7 +269,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
         self.row_sum[r] = self.row_sum[r] + self.totals[r]
         factor = self._raise_shift(acc_S, r, rise + octaves, polynomial_pairs)
         store_row_as_operand_a_e4m3(operand, acc_S, r, polynomial_pairs)
-        scale_row(acc_O, r, self.row_scale[r] * factor * self.unit_change[0])
+        scale_row(acc_O, r, self.row_scale[r] * factor)
 
     @cute.jit
     def _raise_shift(

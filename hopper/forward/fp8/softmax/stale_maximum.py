@@ -114,6 +114,16 @@ class StaleMaximumSoftmax(ExactSoftmax):
                 self._raise_maxima(acc_S, n_block)
 
     @cute.jit
+    def change_unit(self):
+        """Take that of the block, if it is another: O follows as it does a risen maximum."""
+        is_other = self.new_unit[0] != self.unit[0]
+        self._take_unit(self.new_unit[0])
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            risen = self.row_scale[r] if self.has_risen[0] > 0 else Float32(1.0)
+            self.row_scale[r] = risen * self.unit_change[0]
+        self.has_risen[0] = Int32(1) if is_other else self.has_risen[0]
+
+    @cute.jit
     def _raise_maxima(self, acc_S: cute.Tensor, n_block: Int32):
         """Take the maxima of a block that ``_may_rise``."""
         self._take_maxima(self._scaled_maxima(acc_S), n_block)
@@ -141,9 +151,8 @@ class StaleMaximumSoftmax(ExactSoftmax):
 
     @cute.jit
     def _note_new_maximum(self, n_block: Int32):
-        """In a block that is made again, unless for the unit of O alone, or of a warp that is wary as it is."""
-        needs = cute.arch.vote_any_sync(self._needs_maximum(0) or self._needs_maximum(1))
-        if needs and n_block <= self.calm_from[0]:
+        """In a block that is made again, unless of a warp that is wary as it is."""
+        if n_block <= self.calm_from[0]:
             following = n_block - 1
             alarmed = cutlass.min(self.calm_from[0], following + ALARM_LIMIT) - ALARM
             self.calm_from[0] = following - self.wary_blocks if alarmed < following else alarmed
@@ -165,6 +174,11 @@ class StaleMaximumSoftmax(ExactSoftmax):
         for r in cutlass.range_constexpr(len(rows)):
             has_more = has_more | self._needs_maximum(rows[r])
         return not cute.arch.vote_any_sync(has_more)
+
+    @cute.jit
+    def needs_maximum(self) -> Boolean:
+        """Whether P of the block is not right for some row of the warp."""
+        return cute.arch.vote_any_sync(self._needs_maximum(0) or self._needs_maximum(1))
 
     @cute.jit
     def _needs_maximum(self, r: cutlass.Constexpr[int]) -> Boolean:
