@@ -126,7 +126,7 @@ def throughput(
     json_path: str,
 ) -> None:
     """Run a suite, print its table, draw it and write it. ``seconds`` are the budget, 0 for that of the suite, and how
-    long each peer runs without a pause."""
+    long two peers of some rows run without a pause."""
     where = device_to_measure(device)
     from hopper_attention.experiments.bench.peers import Setting, parse_peers
     from hopper_attention.experiments.bench.results import ForwardReport, dump_forward

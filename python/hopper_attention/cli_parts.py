@@ -23,7 +23,11 @@ SuiteBudget = Annotated[
 # More comes near the time after which a kernel counts as hung.
 Sustained = Annotated[
     float,
-    typer.Option(min=0.0, max=10.0, help="Seconds that each peer also runs without a pause; 0: none."),
+    typer.Option(
+        min=0.0,
+        max=10.0,
+        help="Seconds that ours and the best peer also run without a pause, of a few rows; 0: none.",
+    ),
 ]
 PlotPath = Annotated[str, typer.Option("--plot", metavar="PATH", help="Draw the result: .png, .svg or .pdf.")]
 Device = Annotated[str, typer.Option(help="A torch device; auto is the first GPU, or the CPU.")]

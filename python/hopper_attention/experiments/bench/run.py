@@ -39,7 +39,6 @@ from hopper_attention.experiments.bench.peers import (
     inspect_peers,
 )
 from hopper_attention.experiments.bench.results import (
-    NOT_SUSTAINED,
     Cell,
     Failed,
     ForwardReport,
@@ -51,6 +50,7 @@ from hopper_attention.experiments.bench.results import (
 )
 from hopper_attention.experiments.bench.spec import LONG_DTYPES, Problem
 from hopper_attention.experiments.bench.suites import FORWARD, Suite
+from hopper_attention.experiments.bench.sustained import NO_ROWS, SustainedRows
 from hopper_attention.experiments.bench.timing import (
     Budget,
     Effort,
@@ -191,8 +191,8 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Bench:
-    """What a cell is measured with, in which order, and the suite that it is a cell of. Where ``sustained_s`` is above
-    0 each peer of a cell then runs for as many seconds without a pause, outside of the budget."""
+    """What a cell is measured with, in which order, and the suite that it is a cell of. ``sustained`` says who then
+    runs without a pause, outside of the budget."""
 
     setting: Setting
     effort: Effort
@@ -202,7 +202,7 @@ class Bench:
     l2_bytes: int
     suite: Suite = FORWARD
     order: Order = once_each
-    sustained_s: float = 0.0
+    sustained: SustainedRows = NO_ROWS
 
     def admit(
         self,
@@ -276,18 +276,20 @@ class Bench:
 
         return play_rounds(turns, rounds, play, self.order)
 
-    def sustain_all(
-        self, problem: Work, entries: Mapping[str, Entry], turns: Mapping[str, Turn]
-    ) -> dict[str, Sustained]:
-        """Each peer once without a pause, one behind the other; nothing where none is asked for."""
-        if not self.sustained_s:
-            return dict.fromkeys(turns, NOT_SUSTAINED)
+    def sustain_some(self, cell: Cell, entries: Mapping[str, Entry], turns: Mapping[str, Turn]) -> Cell:
+        """The cell with what some peers do without a pause, one behind the other."""
+        results = dict(cell.peers)
         with self.budget.pause():
-            return {name: self.sustain(problem, entries[name], turn) for name, turn in turns.items()}
+            for name in self.sustained.peers_of(cell):
+                measured = results[name]
+                assert isinstance(measured, Measured)
+                speed = self.sustain(cell.problem, entries[name], turns[name])
+                results[name] = replace(measured, sustained=speed)
+        return replace(cell, peers=results)
 
     def sustain(self, problem: Work, entry: Entry, turn: Turn) -> Sustained:
         """One peer without a pause."""
-        longer = without_pause(turn, self.sustained_s)
+        longer = without_pause(turn, self.sustained.seconds)
         interval = self.take_turn(entry, longer)
         # In the first half the card may still be cool.
         middle = (interval.start + interval.stop) / 2
@@ -328,13 +330,13 @@ class Bench:
         with admitted.or_lost():
             turns = self.plan_all(admitted.entries)
             taken = self.play_turns(admitted.entries, turns, cells_left)
-            sustained = self.sustain_all(problem, admitted.entries, turns)
         results: dict[str, PeerResult] = dict(admitted.failed)
         for name, intervals in taken.items():
-            burst = self.summarize(problem, admitted.entries[name], turns[name], intervals)
-            results[name] = replace(burst, sustained=sustained[name])
+            results[name] = self.summarize(problem, admitted.entries[name], turns[name], intervals)
         gauges = self.sampler.window((i.start, i.stop) for intervals in taken.values() for i in intervals)
-        return Cell(problem, admitted.sets, *gauges, {peer.name: results[peer.name] for peer in peers})
+        cell = Cell(problem, admitted.sets, *gauges, {peer.name: results[peer.name] for peer in peers})
+        with admitted.or_lost():
+            return self.sustain_some(cell, admitted.entries, turns)
 
     def summarize(self, problem: Work, entry: Entry, turn: Turn, intervals: Sequence[Interval]) -> Measured:
         seconds = [interval.seconds for interval in intervals]
@@ -360,13 +362,13 @@ def open_bench(
     gauge: Gauge,
     l2_bytes: int,
     suite: Suite = FORWARD,
-    sustained_s: float = 0.0,
+    sustained: SustainedRows = NO_ROWS,
 ) -> Iterator[Bench]:
     """A bench whose clock is read while the context lasts. Its budget starts now."""
     with ClockSampler(gauge) as sampler:
         stopwatch = stopwatch_for(setting.device)
         budget = Budget(effort.budget_s)
-        yield Bench(setting, effort, stopwatch, sampler, budget, l2_bytes, suite, sustained_s=sustained_s)
+        yield Bench(setting, effort, stopwatch, sampler, budget, l2_bytes, suite, sustained=sustained)
 
 
 def describe_method(suite: Suite, effort: Effort) -> dict[str, Any]:
@@ -431,7 +433,8 @@ def run_forward(
         setting: device and library paths.
         effort: how long to measure. Time spent in first calls, which may compile, does not count.
         suite: which benchmark this is a run of.
-        sustained_s: seconds that each peer runs without a pause behind the rounds of a problem, 0 for none.
+        sustained_s: seconds that ours and the fastest other peer run without a pause behind the rounds of some problems
+            (``SustainedRows.of``), 0 for none.
         commit: what is measured, if not what git or a file COMMIT says.
         progress: called with a line as each problem starts.
         save: called with the report so far after each problem.
@@ -454,7 +457,8 @@ def run_forward(
         kind=suite.kind,
     )
     l2_bytes = report.machine.get("l2_bytes", 0)
-    with open_bench(setting, effort, gauge, l2_bytes, suite, sustained_s) as bench:
+    sustained = SustainedRows.of(problems, sustained_s)
+    with open_bench(setting, effort, gauge, l2_bytes, suite, sustained) as bench:
         for index, problem in enumerate(problems):
             progress(f"[{index + 1}/{len(problems)}] {problem.name}")
             try:

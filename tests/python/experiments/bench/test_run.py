@@ -31,6 +31,7 @@ from hopper_attention.experiments.bench.results import (
     relative_spread,
 )
 from hopper_attention.experiments.bench.spec import ABLATION, Problem, paper_grid, parse_problem, parse_shapes
+from hopper_attention.experiments.bench.sustained import BUDGET_S, PEERS_OF_A_ROW, SustainedRows
 from hopper_attention.experiments.bench.timing import (
     Budget,
     Calibration,
@@ -505,6 +506,36 @@ def test_peers_also_run_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None
     assert ours.sustained.seconds == pytest.approx(2.0, rel=0.03) == fa3.sustained.seconds
     assert ours.sustained.tflops == pytest.approx(SMALL.flops / 1e-3 * 1e-12, rel=0.03)
     assert cell.best_sustained == "fa3" and cell.sustained("unable") == 0.0
+
+
+def test_few_rows_run_without_a_pause_and_of_these_two_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest of each head_dim and mask, within 20 seconds; ours, and who is fastest in bursts."""
+    problems = tuple(
+        replace(SMALL, batch=1, seqlen_q=n, seqlen_k=n, head_dim=d, head_dim_v=d, causal=causal)
+        for d in (64, 128, 256)
+        for n in (256, 512)
+        for causal in (False, True)
+    )
+    longest = [p for p in problems if p.seqlen_k == 512]
+    for seconds, rows in ((0.0, 0), (2.0, 5), (10.0, 1), (1.0, 6)):
+        chosen = SustainedRows.of(problems, seconds)
+        assert len(chosen.problems) == rows and set(chosen.problems) <= set(longest)
+        assert rows * PEERS_OF_A_ROW * seconds <= BUDGET_S
+    order = [(p.head_dim, p.causal) for p in SustainedRows.of(problems, 2.0).problems]
+    assert order[0] == (128, True) and [causal for _, causal in order] == [True] * 3 + [False] * 2
+
+    speeds = {"ours": 1e-3, "fa3": 2e-3, "fa4": 1.5e-3}
+    watch = FakeStopwatch({name: Calibration(s, 1e-5) for name, s in speeds.items()})
+    monkeypatch.setattr(bench, "stopwatch_for", lambda device: watch)
+    effort = Effort(measure_s=0.004, min_rounds=2, max_rounds=2)
+    small = (SMALL, replace(SMALL, causal=not SMALL.causal))
+    report = bench.run_forward(
+        small, tuple(map(fake_peer, speeds)), SETTING, effort, sustained_s=8.0, commit="c0ffee"
+    )
+    # One row of two peers for 8 seconds each is all that 20 seconds have room for: the causal one.
+    assert [[cell.sustained(name) > 0 for name in speeds] for cell in report.cells] == [
+        [cell.problem.causal, False, cell.problem.causal] for cell in report.cells
+    ]
 
 
 def test_a_lost_gpu_ends_the_run_with_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
