@@ -94,6 +94,7 @@ def fp8_plan_view(plan: Fp8Plan) -> RenderableType:
         rows.append(("kernel", Text(plan.quantizer_config.name)))
     rows += [("scales", Text(text)) for text in plan.scales]
     rows.append(("before that", Text(describe_options(plan.quantization))))
+    rows += [("pays", Text(plan.pays))] if plan.pays else []
     return Group(facts("Quantization", rows), plan_view(plan.attention))
 
 
