@@ -82,6 +82,20 @@ def test_gradients_are_as_near_to_float32_as_eager() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_fused_rotary_is_as_near_to_float32_as_eager(name: str) -> None:
+    model, ids = make_model(name), torch.randint(2, 512, (2, 300), device="cuda")
+    exact = logits(model.float(), "eager", ids, None)
+    eager = logits(model.bfloat16(), "eager", ids, None)
+    integration.fuse_rotary(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ours = logits(model, integration.NAME, ids, None)
+    integration.unfuse_rotary(model)
+    assert sum(event.count for event in profile.key_averages() if "rotation" in event.key.lower()) == 2
+    assert float((ours - exact).norm()) <= 1.5 * float((eager - exact).norm())
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["Llama", "Mistral"])
 def test_generate_compiles_on_a_static_cache(name: str) -> None:
     model, ids = make_model(name).bfloat16(), torch.randint(2, 512, (2, 150), device="cuda")
