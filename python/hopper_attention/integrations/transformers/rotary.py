@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hopper_attention.checks import HALF_DTYPES
 from hopper_attention.launch.rotation import Angles, find
+from hopper_attention.plain_calls import is_plain_call
 from hopper_attention.rotary import rotate_by
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -131,7 +132,14 @@ def _fused(original: Rotate, pair: Pair) -> Rotate:
 
 
 def _suits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pair: Pair) -> bool:
-    """Whether these are tensors that the kernel rotates."""
+    """Whether these are plain tensors that the kernel rotates, and come out in the dtype that the function gives.
+
+    By float32 tables that gives float32, which autocast would round to the 16 bits of Q before it is multiplied.
+    """
+    if not is_plain_call(q, k, cos) or type(sin) is not Tensor:
+        return False
+    if cos.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        return False
     if not q.is_cuda or q.dtype not in HALF_DTYPES or k.dtype != q.dtype:
         return False
     if q.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or cos.dtype != sin.dtype:
