@@ -4,11 +4,13 @@
     python benchmarks/models.py --only generate --ways sdpa,hopper_attention --append --out SAME.json
     python benchmarks/models.py --only generate --ways sdpa,hopper_attention --layers 4 --answer 128 --out F.json
     python benchmarks/models.py --only train --profile --out F.json
+    python benchmarks/models.py --only train,prefill --ways sdpa,sdpa_cudnn,sdpa_fa2,hopper_attention,none --out F.json
     python benchmarks/models.py --tiny --device cpu --out out/tiny.json
 
 All ways of attention share one set of weights and take turns. ``none`` is a model whose attention adds up Q, K and V in
-place of attending, so that the time of a step less that of ``none`` is that of attention. Needs the ``transformers``
-extra. Before the timing each way's result is held against that of sdpa.
+place of attending, so that the time of a step less that of ``none`` is that of attention. ``sdpa_cudnn`` and
+``sdpa_fa2`` are sdpa by one of its backends, ``+rotary`` behind a name is rotary embedding by our kernel. Needs the
+``transformers`` extra. Before the timing each way's result is held against that of sdpa.
 
 What takes long of ``generate`` is that torch.compile compiles a model for each way, whose time goes with the layers:
 the third command ends within a minute. ``--seconds`` ends the rounds of a workload early, after one at least.
@@ -18,7 +20,6 @@ the third command ends within a minute. ``--seconds`` ends the rounds of a workl
 from __future__ import annotations
 
 import argparse
-import copy
 import math
 import statistics
 import sys
@@ -33,9 +34,22 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
-from transformers.utils import is_flash_attn_2_available
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.model_ways import (
+    FA2,
+    FA3,
+    NONE,
+    ROTARY,
+    SDPA,
+    SDPA_BY,
+    base_of,
+    make_models,
+    register,
+    rotating,
+    sdpa_backend,
+    usual_ways,
+)
 from hopper_attention.experiments.bench.machine import ClockSampler, find_gauge
 from hopper_attention.experiments.bench.peers import Setting
 from hopper_attention.experiments.bench.results import relative_spread
@@ -44,9 +58,8 @@ from hopper_attention.experiments.reports import dump_rows, load_figures, write_
 from hopper_attention.integrations.transformers import FP8_NAME, NAME
 
 KIND = "models"
-SDPA, NONE, FA2 = "sdpa", "none", "flash_attention_2"
 
-LIMITS = {NAME: 0.1, FA2: 0.1, FP8_NAME: 0.3}
+LIMITS = {NAME: 0.1, SDPA: 0.1, FA2: 0.1, FA3: 0.1, FP8_NAME: 0.3} | dict.fromkeys(SDPA_BY, 0.1)
 """Of the relative error of logits against sdpa, which rounds elsewhere in every layer; a wrong mask is off by 1."""
 
 
@@ -98,25 +111,9 @@ class Workload:
     rounds: int
 
 
-# Models that share their weights
-
-
-def without_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, None]:
-    """Q + K + V, so that all of them have a gradient, as an attention function of Transformers."""
-    group = query.shape[1] // key.shape[1]
-    return (query + (key + value).repeat_interleave(group, 1)).transpose(1, 2), None
-
-
-AttentionInterface.register(NONE, without_attention)
-AttentionMaskInterface.register(NONE, lambda *_, **__: None)
-
-
-def make_models(shape: Shape, ways: Sequence[str], device: str) -> dict[str, LlamaForCausalLM]:
-    """A model for each way of attention; they have the same parameters."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def config_of(shape: Shape) -> LlamaConfig:
+    """A Llama of this shape, as Transformers describes it."""
+    return LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.feed_forward,
@@ -130,13 +127,6 @@ def make_models(shape: Shape, ways: Sequence[str], device: str) -> dict[str, Lla
         pad_token_id=None,
         attn_implementation=SDPA,
     )
-    with torch.device(device):
-        first = LlamaForCausalLM(config).to(torch.bfloat16)
-    models = {}
-    for way in ways:
-        models[way] = copy.deepcopy(first, {id(p): p for p in first.parameters()})
-        models[way].set_attn_implementation(way)
-    return models
 
 
 # Workloads
@@ -247,7 +237,8 @@ def measure(
         if way == NONE and workload.flops is None:
             continue
         try:
-            row, run, result = first_run(name, way, workload, model, device)
+            with rotating(way, model):
+                row, run, result = first_run(name, way, workload, model, device)
         except Exception as error:  # a way may fail in any manner; the others are measured
             rows[way] = Row(name, way, failed=describe_error(error))
             continue
@@ -255,7 +246,7 @@ def measure(
             wanted = result
         if way != NONE and wanted is not None:
             row = replace(row, difference=difference(name, result, wanted))
-            if not name.startswith("generate") and not (row.difference or 0.0) <= LIMITS.get(way, 0.1):
+            if not name.startswith("generate") and not (row.difference or 0.0) <= LIMITS[base_of(way)]:
                 rows[way] = replace(row, failed=f"wrong result: off by {row.difference:.2e} from sdpa")
                 continue
         rows[way], runs[way] = row, run
@@ -268,7 +259,8 @@ def measure(
             break
         first = number % len(order) if order else 0
         for way in order[first:] + order[:first]:
-            taken[way].append(seconds_of(runs[way], device)[0])
+            with rotating(way, models[way]):
+                taken[way].append(seconds_of(runs[way], device)[0])
     span = (begin, time.perf_counter())
     for way, seconds in taken.items():
         rows[way] = with_times(rows[way], seconds, workload)
@@ -300,11 +292,12 @@ def show_kernels(
         if way == NONE and workload.flops is None:
             continue
         run = workload.make(model)
-        run()
-        synchronize(device)
-        with torch.profiler.profile(activities=[kind]) as profile:
+        with rotating(way, model):
             run()
             synchronize(device)
+            with torch.profiler.profile(activities=[kind]) as profile:
+                run()
+                synchronize(device)
         table = Table("kernel", "calls", "ms", title=f"{name}, {way}", title_justify="left")
         own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         events = sorted(profile.key_averages(), key=lambda event: -getattr(event, own))
@@ -333,6 +326,8 @@ def with_ratios(row: Row, rows: dict[str, Row], workload: Workload) -> Row:
     if sdpa is not None:
         row = replace(row, over_sdpa=sdpa / row.median_ms)
     if none is None or workload.flops is None or row.attention == NONE or row.median_ms <= none:
+        return row
+    if row.attention.endswith(ROTARY):  # what it saves is none of attention's time
         return row
     milliseconds = row.median_ms - none
     return replace(row, attention_ms=milliseconds, attention_tflops=workload.flops / milliseconds * 1e-9)
@@ -394,6 +389,10 @@ METHOD = {
     "attention": "time less that of a model whose attention is Q + K + V; FLOP 4*b*h*d for each query and key that it "
     "sees, in training 3.5 times that",
     "difference": "relative, of the loss or of logits against sdpa; of generate the share of other tokens",
+    "sdpa": "sdpa_backend is what torch takes by itself for train and prefill; sdpa_cudnn and sdpa_fa2, torch's "
+    "FlashAttention-2, are its backends by name; fa3 is FlashAttention-3's own forward kernel",
+    "rotary": "+rotary: rotary embedding of Q and K by one kernel, fuse_rotary of hopper_attention, in place of "
+    "Transformers' operators",
     "memory": "peak of a run beyond what was allocated before it",
 }
 
@@ -417,6 +416,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
         "--profile", action="store_true", help="print the kernels of a run, and measure nothing"
     )
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU, to try the script")
+    parser.add_argument(
+        "--fa3-library", default="", help="flash_ops.abi3.so of sglang-kernel, for the way fa3"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
     parser.add_argument("--out", "--json", type=Path, required=True)
@@ -427,16 +429,19 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     all_workloads = workloads(shape, given.device, given.rounds)
     if unknown := set(given.only.split(",")) - set(all_workloads):
         parser.error(f"--only has {', '.join(sorted(unknown))}, allowed: {', '.join(all_workloads)}")
-    ways = [SDPA, NAME, FP8_NAME, *([FA2] if is_flash_attn_2_available() else []), NONE]
-    if given.ways:
-        ways = given.ways.split(",")
+    ways = given.ways.split(",") if given.ways else usual_ways()
+    if given.fa3_library and not given.ways:
+        ways.append(FA3)
+    register(given.fa3_library)
     names = given.only.split(",")
     head = describe_run(KIND, {}, Setting(given.device, ""), given.commit)
     head |= {"transformers": transformers.__version__, "method": METHOD, "shape": asdict(shape)}
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    head["sdpa_backend"] = sdpa_backend(*heads, shape.tokens, given.device)
     kept: dict[str, Any] = {"rows": [], "clocks": {}}
     if given.append and given.out.is_file():
         kept = rows_to_keep(given.out, head, names)
-    models = make_models(shape, ways, given.device)
+    models = make_models(config_of(shape), ways, given.device)
     console = Console() if sys.stdout.isatty() else Console(width=150)
     if given.profile:
         for name in names:

@@ -16,6 +16,7 @@ from cute_kernels.dequantize.config import DequantizeConfig
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.merge.config import MergeConfig
 from cute_kernels.plan.config import PlanConfig
+from cute_kernels.rotation.config import RotationConfig
 from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
@@ -39,6 +40,7 @@ OF_ANY_ARCH = (
     AdditionConfig,
     CopiesConfig,
     LaunchesConfig,
+    RotationConfig,
 )
 """Configs that say what they are compiled for."""
 
@@ -58,6 +60,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     AdditionConfig: ("cute_kernels.addition.compile", "compile_addition"),
     CopiesConfig: ("cute_kernels.copies.compile", "compile_copies"),
     LaunchesConfig: ("cute_kernels.launches.compile", "compile_launches"),
+    RotationConfig: ("cute_kernels.rotation.compile", "compile_rotation"),
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     TransposeConfig: ("hopper.transpose.compile", "compile_transpose"),
     ValueMeanConfig: ("hopper.mean.compile", "compile_value_mean"),

@@ -20,6 +20,7 @@ from hopper_attention.kvcache_plan import explain_kvcache  # noqa: E402
 from hopper_attention.kvcache_schedule import get_scheduler_metadata  # noqa: E402
 from hopper_attention.packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func  # noqa: E402
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv  # noqa: E402
+from hopper_attention.rotary import apply_rotary  # noqa: E402
 from hopper_attention.varlen import flash_attn_varlen_func  # noqa: E402
 from hopper_attention.varlen_packed import (  # noqa: E402
     flash_attn_varlen_kvpacked_func,
@@ -29,6 +30,7 @@ from hopper_attention.varlen_plan import explain_varlen  # noqa: E402
 
 __all__ = [
     "Fp8Quantization",
+    "apply_rotary",
     "describe_machine",
     "explain",
     "explain_fp8",

@@ -36,6 +36,7 @@ from cute_kernels.copies.config import CopiesConfig
 from cute_kernels.dequantize.config import DequantizeConfig
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.merge.config import MergeConfig
+from cute_kernels.rotation.config import RotationConfig
 from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
@@ -242,7 +243,8 @@ def get_serving(
     | DequantizeConfig
     | LaunchesConfig
     | MergeConfig
-    | MlaConfig,
+    | MlaConfig
+    | RotationConfig,
 ) -> Kernel:
     """A kernel that works beside those of attention, ready to be called; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)

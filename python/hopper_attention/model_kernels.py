@@ -15,6 +15,7 @@ from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
+from cute_kernels.rotation.config import RotationConfig
 from hopper_attention import backward_rules, forward_rules
 from hopper_attention.backends import HOPPER_CAPABILITY, KERNELS, Target
 from hopper_attention.backward_rules import BackwardProblem
@@ -29,6 +30,9 @@ from hopper_attention.torch_rules import TorchConfig
 
 PAGE_SIZES = (0, 16, 64, 128, 256)
 """Of caches: 0 is one without pages."""
+
+ROTARY_FIELDS = ("rope_theta", "rope_parameters", "rope_scaling")
+"""Of a config whose model rotates queries and keys, one or the other."""
 
 CHUNKS = {1: None, 128: True, 1024: None}
 """Queries a sequence, and pack_gqa: a step of decoding, a short chunk of a prompt, and a long one."""
@@ -46,6 +50,7 @@ class ModelShape:
         chunk: keys of a chunk, of layers with chunked attention; 0: there is none.
         softcap: that of scores; 0 is none.
         has_sinks: whether heads have a logit that has no key.
+        has_rotary: whether queries and keys are rotated by their positions.
     """
 
     dtype: torch.dtype
@@ -58,6 +63,7 @@ class ModelShape:
     chunk: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    has_rotary: bool = False
 
     def __post_init__(self) -> None:
         check_qkv(*self.specs(64))
@@ -136,6 +142,7 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
         chunk=text.get("attention_chunk_size") or 0,
         softcap=text.get("attn_logit_softcapping") or 0.0,
         has_sinks=str(text.get("model_type", "")).startswith("gpt_oss"),
+        has_rotary=any(text.get(name) for name in ROTARY_FIELDS),
     )
 
 
@@ -155,8 +162,8 @@ def _dtype(config: dict[str, Any]) -> torch.dtype:
 
 
 def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, ...]:
-    """The configs of a model's kernels on GPUs of ``arch``: dense and packed prefill, a key/value cache for a decoder,
-    and with ``train`` the backward passes. None is there twice.
+    """The configs of a model's kernels on GPUs of ``arch``: dense and packed prefill, rotary embedding by
+    ``apply_rotary``, a key/value cache for a decoder, and with ``train`` the backward passes. None is there twice.
 
     Raises:
         ValueError: there are no kernels for ``arch``.
@@ -164,6 +171,8 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
     capability = next((c for c, name in ARCH_OF_CAPABILITY.items() if name == arch), (9, 0))
     target = Target("the given GPU", capability, assume_installed=True)
     found: list[Any] = [PlanConfig(arch)]
+    if model.has_rotary:
+        found.append(RotationConfig(arch, DTYPE_NAMES[model.dtype], DTYPE_NAMES[model.dtype]))
     for problem in problems_of(model):
         choice = choose_for(problem, target, None)
         found.append(forward_rules.select_for(problem, choice.backend, capability))

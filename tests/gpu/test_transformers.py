@@ -35,10 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     model_class = getattr(transformers, f"{name}ForCausalLM")
-    config = model_class.config_class(**TEXT | MODELS[name])
+    config = model_class.config_class(**TEXT | MODELS[name] | changes)
     config._attn_implementation = "eager"
     # Weights that both dtypes hold exactly.
     return model_class(config).bfloat16().float().eval().cuda()
@@ -79,6 +79,21 @@ def test_gradients_are_as_near_to_float32_as_eager() -> None:
         found[way, dtype] = model.model.layers[0].self_attn.q_proj.weight.grad.float().clone()
     exact, eager, ours = found.values()
     assert float((ours - exact).norm()) < 1.5 * float((eager - exact).norm())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "changes"), [("Llama", {}), ("GptOss", {"num_experts_per_tok": 2})])
+def test_fused_rotary_is_as_near_to_float32_as_eager(name: str, changes: dict[str, int]) -> None:
+    """With all experts of all tokens: which one is chosen would be decided by any rounding."""
+    model, ids = make_model(name, **changes), torch.randint(2, 512, (2, 300), device="cuda")
+    exact = logits(model.float(), "eager", ids, None)
+    eager = logits(model.bfloat16(), "eager", ids, None)
+    integration.fuse_rotary(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ours = logits(model, integration.NAME, ids, None)
+    integration.unfuse_rotary(model)
+    assert sum(event.count for event in profile.key_averages() if "rotation" in event.key.lower()) == 2
+    assert float((ours - exact).norm()) <= 1.5 * float((eager - exact).norm())
 
 
 @torch.no_grad()

@@ -55,6 +55,8 @@ def test_what_a_config_says() -> None:
     assert shape_of(LLAMA | {"sliding_window": 9, "use_sliding_window": False}).window == 0
     assert shape_of(LLAMA | {"sliding_window": 9, "layer_types": ["full_attention"]}).window == 0
     assert shape_of(LLAMA | {"attention_chunk_size": 8192}).chunk == 8192
+    for rotary in ({"rope_theta": 1e4}, {"rope_parameters": {"rope_type": "default"}}):
+        assert names(LLAMA | rotary) - names(LLAMA) == {"rotation_sm_90a_bf16_by_bf16"}
     latent = {"num_attention_heads": 16, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     assert shape_of(latent) == ModelShape(bf16, 16, 16, 192, 128, causal=(False, True))
 

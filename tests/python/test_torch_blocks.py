@@ -174,3 +174,22 @@ def test_blocks_grow_with_threads_and_results_stay(
     out, lse = blocks.attend_in_blocks(q, k, v, terms)
     exact, exact_lse = attention_naive(q, k, v, causal=True, softmax_scale=0.25)
     assert float((out - exact).abs().max()) < 0.02 and float((lse - exact_lse).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("factor", "softcap", "is_small"), [(1.0, 0.0, True), (25.0, 0.0, False), (25.0, 30.0, True)]
+)
+def test_scores_of_any_size(factor: float, softcap: float, is_small: bool, small_blocks: None) -> None:
+    """Small ones are exponentiated as they are; of large ones most lie 60 or more below the largest."""
+    q, k, v = (x.detach() for x in draw((30, 70, 4, 2, 16, 24), torch.float16)[:3])
+    terms = Terms(True, 1.0, softcap=softcap)
+    assert Heads.of(factor * q, k, terms).are_small is is_small
+    out, lse = blocks.attend_in_blocks(factor * q, k, v, terms)
+    exact, exact_lse = attention_naive(factor * q, k, v, causal=True, softmax_scale=1.0, softcap=softcap)
+    assert float((out - exact).abs().max()) < BUDGET[torch.float16]
+    assert float((lse - exact_lse).abs().max()) < 1e-6 * float(exact_lse.abs().max()) + 1e-5
+
+
+def test_slopes_have_no_bound() -> None:
+    q, k = (x.detach() for x in draw((8, 8, 2, 2, 16, 16), torch.float16)[:2])
+    assert not Heads.of(q, k, Terms(True, 0.1, alibi_slopes=torch.ones(2))).are_small

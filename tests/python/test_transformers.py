@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers", reason="needs the transformer
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate  # noqa: E402
 
 import hopper_attention.integrations.transformers as integration  # noqa: E402
-from hopper_attention.integrations.transformers import batches, visible  # noqa: E402
+from hopper_attention.integrations.transformers import batches, rotary, visible  # noqa: E402
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "transformers.md"
 
@@ -331,6 +331,56 @@ def test_continuous_batching_needs_the_cache_that_it_knows(monkeypatch: pytest.M
         integration.prepare_batches(model)
 
 
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
+    """Rotary embedding that is fused on a CPU too, and the shape of Q in each call. What is fused is undone."""
+    calls: list[torch.Size] = []
+    rotate = rotary.rotate_by
+
+    def counted(q: Tensor, k: Tensor, angles: Any) -> Any:
+        calls.append(q.shape)
+        return rotate(q, k, angles)
+
+    monkeypatch.setattr(rotary, "_suits", lambda *_: True)
+    monkeypatch.setattr(rotary, "rotate_by", counted)
+    yield calls
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss"])
+def test_fused_rotary_gives_the_gradients_of_eager(name: str, fused: list[torch.Size]) -> None:
+    """gpt_oss has tables of half the columns."""
+    model, ids = make_model(name), tokens(2, 11)
+    mask = torch.ones_like(ids)
+    wanted = gradients(model, ids, mask)
+    assert integration.fuse_rotary(model) is model
+    integration.fuse_rotary(model)  # once more changes nothing
+    fused.clear()
+    found = gradients(model, ids, mask)
+    assert fused == [torch.Size([2, 11, 4, 16])] * 2
+    assert all(
+        difference(found[key], wanted[key]) <= 2e-5 * (1 + float(wanted[key].abs().max())) for key in wanted
+    )
+    integration.unfuse_rotary(model)
+    fused.clear()
+    model(ids)
+    assert not fused
+
+
+def test_what_no_kernel_rotates_is_left_to_the_model() -> None:
+    """Here all tensors: none is on a GPU."""
+    model, ids = integration.fuse_rotary(make_model("llama")), tokens(2, 11)
+    found = model(ids).logits
+    assert torch.equal(found, integration.unfuse_rotary(model)(ids).logits)
+
+
+def test_a_model_that_rotates_otherwise_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="BertModel has no layer that calls apply_rotary_pos_emb"):
+        integration.fuse_rotary(make_model("bert"))
+    config = transformers.CohereConfig(**TEXT)
+    with pytest.raises(NotImplementedError, match=r"modeling_cohere\.apply_rotary_pos_emb does not turn"):
+        integration.fuse_rotary(transformers.CohereModel(config))
+
+
 def test_fp8_is_near_eager() -> None:
     ids = tokens(1, 33)
     for name in ("llama", "mistral"):
@@ -493,7 +543,7 @@ def test_the_mask_of_a_step_takes_five_kernels_and_two_copies() -> None:
 def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
-    assert len(examples) == 2
+    assert len(examples) == 3
     names: dict[str, Any] = {}
     for example in examples:
         exec(compile(example, PAGE.name, "exec"), names)

@@ -52,6 +52,7 @@ def check(x: Tensor, parts: h.quantization.QuantizedQKV, flag: bool) -> None:
     assert_type(h.flash_attn_with_kvcache(x, x, x, x, x, cache_seqlens=7, causal=True), Tensor)
     assert_type(fa3.flash_attn_with_kvcache(x, x, x, cache_seqlens=x, return_softmax_lse=True), Pair)
     assert_type(h.flash_attn_with_kvcache(x, x, x, out=x, return_softmax_lse=flag), Tensor | Pair)
+    assert_type(h.apply_rotary(x, x, x, x), Pair)
     assert_type(h.flash_attn_combine(x, x), Pair)
     assert_type(h.flash_attn_combine(x, x, return_lse=False), Tensor)
     assert_type(h.flash_attn_combine(x, x, return_lse=flag), Tensor | Pair)

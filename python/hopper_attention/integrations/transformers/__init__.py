@@ -5,7 +5,7 @@
 
 ``"hopper_attention"`` computes in the 16 bits of the model, ``"hopper_attention_fp8"`` quantizes Q, K and V to e4m3 for
 prefill and training, and takes steps on a cache in 16 bits. :func:`prepare_batches` has ``generate_batch`` run on the
-kernels. The page ``docs/integrations/transformers.md`` says what each takes.
+kernels, :func:`fuse_rotary` rotary embedding. The page ``docs/integrations/transformers.md`` says what each takes.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hopper_attention.integrations.transformers.batches import (  # noqa: E402
     prepare_batches,
 )
 from hopper_attention.integrations.transformers.masks import make_mask  # noqa: E402
+from hopper_attention.integrations.transformers.rotary import fuse_rotary, unfuse_rotary  # noqa: E402
 
 __all__ = [
     "BATCHES_NAME",
@@ -38,9 +39,11 @@ __all__ = [
     "attend_batches",
     "attend_fp8",
     "can_prepare_batches",
+    "fuse_rotary",
     "make_mask",
     "prepare_batches",
     "register",
+    "unfuse_rotary",
 ]
 
 NAME = "hopper_attention"

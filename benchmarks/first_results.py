@@ -1,0 +1,140 @@
+"""How long each page's first example takes in a fresh process, with a cold compile cache and with a warm one.
+
+    python benchmarks/first_results.py --out F.json
+
+The cold runs of all pages are made side by side, each with a cache of its own, as they mostly compile; those with the
+warm cache one after the other, and the shortest counts. The time is that of the whole process: Python, imports, loading
+of kernels, the example, and the end of what it asked of the GPU. An example that fails is a row that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hopper_attention.compile_cache import CACHE_DIR_VARIABLE
+from hopper_attention.experiments.bench.peers import Setting
+from hopper_attention.experiments.bench.run import describe_run
+from hopper_attention.experiments.reports import dump_rows, write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("quickstart", "api", "serving")),
+    *(f"docs/integrations/{name}.md" for name in ("transformers", "torch", "diffusers", "jax")),
+)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
+
+LIMIT_S = 10.0
+"""What is promised of a warm cache on a Hopper GPU."""
+
+AT_THE_END = """
+import sys
+if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+    sys.modules["torch"].cuda.synchronize()
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a page's first example; ``failed`` is the last line of what it said."""
+
+    page: str
+    cold_s: float | None = None
+    warm_s: float | None = None
+    failed: str = ""
+
+
+def first_example(page: Path) -> str:
+    """The first block of Python of a page.
+
+    Raises:
+        ValueError: it has none.
+    """
+    found = BLOCK.search(page.read_text(encoding="utf-8"))
+    if found is None:
+        raise ValueError(f"{page} has no block of Python, allowed: pages with an example")
+    return found[1]
+
+
+def seconds_of(program: str, cache: Path, limit_s: float) -> tuple[float, str]:
+    """Of a process that runs it, and why it failed; nothing if it did not."""
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program + AT_THE_END],
+            env=os.environ | {CACHE_DIR_VARIABLE: str(cache)},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return time.perf_counter() - begin, f"no result after {limit_s:.0f} s"
+    seconds = time.perf_counter() - begin
+    said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return seconds, said[-1] if done.returncode else ""
+
+
+def measure(pages: Sequence[Path], runs: int, limit_s: float) -> list[Row]:
+    """A row for each page: cold side by side, then warm in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [(page, first_example(page), Path(folder) / str(i)) for i, page in enumerate(pages)]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            cold = list(pool.map(lambda job: seconds_of(job[1], job[2], limit_s), jobs))
+        rows = []
+        for (page, program, cache), (cold_s, failed) in zip(jobs, cold, strict=True):
+            name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
+            found = [] if failed else [seconds_of(program, cache, limit_s) for _ in range(runs)]
+            failed = failed or next((why for _, why in found if why), "")
+            if failed:
+                rows.append(Row(name, failed=failed))
+            else:
+                rows.append(Row(name, round(cold_s, 2), round(min(s for s, _ in found), 2)))
+    return rows
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    table = Table("page", "cold, s", "warm, s", f"below {LIMIT_S:.0f} s", title="First example of each page")
+    for row in rows:
+        times = (str(x) for x in (row.cold_s, row.warm_s))
+        is_met = row.warm_s is not None and row.warm_s < LIMIT_S
+        table.add_row(row.page, *times, row.failed or ("yes" if is_met else "no"))
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Row]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pages", nargs="*", type=Path, help="default: all with an example for one process")
+    parser.add_argument("--runs", type=int, default=2, help="with a warm cache, of which the shortest counts")
+    parser.add_argument("--seconds", type=float, default=120.0, help="a run may take")
+    parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
+    parser.add_argument("--out", "--json", type=Path, required=True)
+    given = parser.parse_args(arguments)
+    pages = [page.resolve() for page in given.pages] or [ROOT / name for name in PAGES]
+    rows = measure(pages, given.runs, given.seconds)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    head = describe_run("first_results", {}, Setting(device, ""), given.commit) | {"cores": os.cpu_count()}
+    write_text(given.out, dump_rows(head | {"limit_s": LIMIT_S}, "rows", [asdict(row) for row in rows]))
+    Console(width=None if sys.stdout.isatty() else 150).print(table_of(rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
