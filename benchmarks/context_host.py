@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,7 +45,7 @@ Call = Callable[[], Any]
 WORLD = 4
 TARGET = Target("named H200", (9, 0), assume_installed=True)
 MULTIPROCESSORS = 132
-SHAPE = 1, 64, 8, 64
+SHAPE = 1, 64, 16, 64
 """Of the rows of a rank. What the CPU copies in place of a GPU, out of a buffer, is meant to be little."""
 
 
@@ -73,6 +74,18 @@ class OneBuffer(PeerMemory):
         return x.clone()
 
     def wait(self) -> None:
+        pass
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> None:
+        pass
+
+    def after(self, mark: None) -> None:
+        pass
+
+    def give_head_start(self) -> None:
         pass
 
 
@@ -114,10 +127,9 @@ def calls_of(exchange: PushedExchange, causal: bool) -> dict[str, Call]:
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     dout = torch.randn(SHAPE).bfloat16()
 
-    def both() -> None:
-        torch.autograd.grad(
-            context_parallel_attention(*leaves, method="ulysses", causal=causal), leaves, dout
-        )
+    def both(memory: str = "auto") -> None:
+        out = context_parallel_attention(*leaves, method="ulysses", causal=causal, memory=memory)
+        torch.autograd.grad(out, leaves, dout)
 
     of_heads = torch.randn(1, WORLD * SHAPE[1], SHAPE[2] // WORLD, SHAPE[3]).bfloat16()
 
@@ -125,6 +137,7 @@ def calls_of(exchange: PushedExchange, causal: bool) -> dict[str, Call]:
         return context_parallel_attention(*qkv, method="ulysses", causal=causal)
 
     return {
+        "forward and backward, in parts": lambda: both("least"),
         "forward": lambda: attend(q, k, v),
         "forward, with gradients": lambda: attend(*leaves),
         "forward and backward": both,

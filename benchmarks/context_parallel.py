@@ -18,11 +18,10 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from context_peers import ROTATIONS, Peer, ring_flash_attns, torchs_own, why_no_ring_flash_attn
+from context_variants import VARIANTS
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -41,11 +41,10 @@ from hopper_attention.distributed import (
     ulysses,
     unshard_sequence,
 )
-from hopper_attention.distributed.auto import RING, ULYSSES
+from hopper_attention.distributed.auto import ULYSSES
 from hopper_attention.distributed.exchange import Ranks
-from hopper_attention.distributed.heads import HeadExchange, MessageExchange
-from hopper_attention.distributed.peers import PeerMemory, share_memory
-from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange
+from hopper_attention.distributed.heads import HeadExchange
+from hopper_attention.distributed.pushed import PushedExchange
 from hopper_attention.experiments.bench.machine import (
     ClockSampler,
     describe_machine,
@@ -60,9 +59,9 @@ from hopper_attention.reference import attention_naive
 
 HEAD_DIM = 128
 METHODS = ("ring", "all_gather", "ulysses")
-BY_MESSAGES, WRITTEN = "ulysses by messages", "ulysses, gradients written"
-LEAST_MEMORY = "ring, least memory"
-SHORT_METHODS = ("auto", "ring", LEAST_MEMORY, "ulysses", BY_MESSAGES, WRITTEN)
+LEAST_MEMORY = {f"{method}, least memory": method for method in ("ring", "auto", ULYSSES)}
+"""By name, the method."""
+SHORT_METHODS = ("auto", "ring", *LEAST_MEMORY, "ulysses", *VARIANTS)
 LONG = 131_072
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -176,69 +175,13 @@ def forward(call: Callable[..., Tensor], tensors: list[Tensor]) -> Run:
     return run
 
 
-@contextmanager
-def messages_only() -> Iterator[None]:
-    """Ulysses as where ranks have no memory in common; a backward pass does what its forward pass did."""
-    chosen = ulysses.exchange_for
-    ulysses.exchange_for = lambda ranks, nbytes, device: MessageExchange(ranks)
-    try:
-        yield
-    finally:
-        ulysses.exchange_for = chosen
-
-
-@dataclass(frozen=True)
-class OwnMemory:
-    """Gradients of heads that nobody reads where they are made."""
-
-    tensors: tuple[Tensor, ...]
-    layout: str
-
-
-class WrittenExchange(PushedExchange):
-    """Gradients are written into the memory of those that want them too, and copied out of it."""
-
-    def offer(self, like: Sequence[Tensor], layout: str) -> Any:
-        return OwnMemory(tuple(x.new_empty(x.shape) for x in like), layout)
-
-    def take_rows(self, offered: Any) -> list[Tensor]:
-        return self.to_rows(offered.tensors, offered.layout)
-
-
-@lru_cache(maxsize=1)
-def written_exchange(ranks: Ranks, device: torch.device) -> HeadExchange:
-    """With a memory of its own; messages where there is none."""
-
-    def make(nbytes: int) -> PeerMemory:
-        made = share_memory(ranks, device, nbytes)
-        assert not isinstance(made, str)
-        return made
-
-    found = share_memory(ranks, device, LEAST_BYTES)
-    return MessageExchange(ranks) if isinstance(found, str) else WrittenExchange(ranks, found, make)
-
-
-@contextmanager
-def gradients_written() -> Iterator[None]:
-    """Ulysses as if ranks did not read of each other."""
-    chosen = ulysses.exchange_for
-    ulysses.exchange_for = lambda ranks, nbytes, device: written_exchange(ranks, device)
-    try:
-        yield
-    finally:
-        ulysses.exchange_for = chosen
-
-
-VARIANTS = {BY_MESSAGES: messages_only, WRITTEN: gradients_written}
-
-
 def ours(s: Setting, method: str, **options: Any) -> Callable[..., Tensor]:
-    name, carried = (ULYSSES, VARIANTS[method]) if method in VARIANTS else (method, nullcontext)
-    if method == LEAST_MEMORY:
-        name, options = RING, options | {"memory": "least"}
+    name = ULYSSES if method in VARIANTS else method
+    if method in LEAST_MEMORY:
+        name, options = LEAST_MEMORY[method], options | {"memory": "least"}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with carried():
+        with VARIANTS[method]() if method in VARIANTS else nullcontext():
             found = context_parallel_attention(q, k, v, s.mesh, method=name, causal=True, **options)
         assert isinstance(found, Tensor)
         return found
@@ -453,6 +396,7 @@ def beside_one_gpu(s: Setting, shape: Shape) -> list[dict[str, Any]]:
     ways = {
         f"{method} from one GPU": [unshard_sequence(x, s.mesh) for x in both(ours(s, method), local)()]
         for method in s.methods(shape)
+        if s.wants(f"{method}, {FORWARD}", f"{method}, {BOTH}")
     }
     return differences(shape, ways, alone)
 
@@ -511,7 +455,7 @@ def main(arguments: list[str]) -> int:
             rows += play(s, shape, (FORWARD, BOTH), sampler)
             # Rooms grow with what is exchanged; short shapes come first.
             about[f"room_bytes_after_{shape.name}"] = room_bytes(carried)
-            if s.is_short and shape.seqlen < LONG and not s.only:
+            if s.is_short and shape.seqlen < LONG:
                 found_errors += beside_one_gpu(s, shape)
             save(options, s, rows, found_errors, about)
             rows += play_peers(s, shape, peers_of(s, shape, options.without_torch), sampler)

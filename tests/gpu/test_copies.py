@@ -10,6 +10,11 @@ from hopper_attention.launch.copies import ANY_CTAS, Piece, behind_sources, find
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels() -> None:
+    """One, as it is met."""
+
+
 @pytest.mark.parametrize("most_ctas", [ANY_CTAS, 3])
 def test_some_heads_of_all_rows_go_where_they_belong(most_ctas: int) -> None:
     device, ranks, chunks = torch.device("cuda"), 4, 2

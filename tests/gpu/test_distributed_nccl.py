@@ -73,6 +73,15 @@ def test_calls_that_are_alike_write_what_the_first_one_wrote(pool: Pool) -> None
         assert plans == 6
 
 
+def test_parts_of_the_heads_write_what_messages_bring(pool: Pool) -> None:
+    # A rank has four key/value heads, so two parts of a forward and four of a backward pass.
+    for is_right, plans in pool(2, "attend_again_on_gpus", 6, True):
+        assert is_right
+        if plans == 0:
+            pytest.skip("GPUs of this machine do not share memory")
+        assert plans == 6
+
+
 def test_heads_go_by_messages_where_a_call_has_a_timeout(pool: Pool) -> None:
     case = Case(2, "ulysses", {"causal": True, "timeout": 30.0}, seqlen=384, seqlen_k=384, has_sinks=True)
     compare(case, pool(2, "attend", case), in_one_process(case), BUDGET)

@@ -121,8 +121,8 @@ def refuse(what: str) -> str:
         ),
         "timeout": lambda: context_parallel_attention(x, x, x, mesh, timeout=-1.0),
         "memory": lambda: context_parallel_attention(x, x, x, mesh, memory="little"),
-        "memory of heads": lambda: context_parallel_attention(
-            x, x, x, mesh, method="ulysses", memory="least"
+        "memory of gathered keys": lambda: context_parallel_attention(
+            x, x, x, mesh, method="all_gather", memory="least"
         ),
     }
     return error_of(calls[what])

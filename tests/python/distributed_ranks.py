@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -35,8 +35,10 @@ from hopper_attention.distributed import (
     wire,
 )
 from hopper_attention.distributed import peers as peers_module
+from hopper_attention.distributed.division import Division
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
+from hopper_attention.distributed.parts_over_peers import PartedExchange
 from hopper_attention.distributed.pushed import PushedExchange, bytes_for
 from hopper_attention.distributed.schedule import Schedule
 from hopper_attention.launch import copies
@@ -151,8 +153,10 @@ def writes_to_files(ranks: Ranks, folder: str, nbytes: int = bytes_for(1 << 14))
     )
 
 
-def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray], int]:
-    """``attend`` where heads are written to files, and how many exchanges there were."""
+def attend_by_peer_memory(
+    case: Case, folder: str, in_parts: bool = False, division: Division | None = None
+) -> tuple[dict[str, np.ndarray], int]:
+    """``attend`` where heads are written to files, perhaps by a ``division``, and how often ranks met."""
     made: dict[str, PushedExchange] = {}
     turns = []
 
@@ -161,6 +165,12 @@ def attend_by_peer_memory(case: Case, folder: str) -> tuple[dict[str, np.ndarray
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ulysses, "_pushes_between", find)
+        if in_parts:
+            case = replace(case, options=case.options | {"memory": "least"})
+            patch.setattr(copies, "find", copies_by_torch)
+            patch.setattr(copies, "current_device", lambda: 0)
+        if division:
+            patch.setattr(ulysses, "divide", lambda kv_heads: division)
         meet = FileMemory.meet
         patch.setattr(FileMemory, "meet", lambda memory: (turns.append(1), meet(memory)))
         return attend(case), len(turns)
@@ -227,7 +237,7 @@ def call_again(kind: str, folder: str) -> list[tuple[int, int, int]]:
     return found[-2:]
 
 
-def layers_by_peer_memory(folder: str) -> bool:
+def layers_by_peer_memory(folder: str, in_parts: bool = False) -> bool:
     """Whether layers whose forward passes come before their backward passes, of two groups in turns and with a pass
     without gradients between them, have the bits of messages."""
     exchanges: dict[str, PushedExchange] = {}
@@ -241,13 +251,14 @@ def layers_by_peer_memory(folder: str) -> bool:
 
     def run(tensors: list[Tensor]) -> list[Tensor]:
         *leaves, dout = tensors
+        options = {"method": "ulysses", "memory": "least" if in_parts else "auto"}
         x, outs = leaves[0], []
         for number in range(4):
             of_layer = groups_of_layers[number % 2]
-            outs.append(context_parallel_attention(x, *leaves[1:], of_layer, method="ulysses", causal=True))
+            outs.append(context_parallel_attention(x, *leaves[1:], of_layer, causal=True, **options))
             x = x + outs[-1]
             with torch.no_grad():
-                outs.append(context_parallel_attention(x, x, x, of_layer, method="ulysses"))
+                outs.append(context_parallel_attention(x, x, x, of_layer, **options))
         return [*outs, *torch.autograd.grad(x, leaves, dout, retain_graph=True)]
 
     is_right = []
@@ -321,9 +332,9 @@ def exchange_between_gpus(layout: str) -> str:
     return by_writes.name
 
 
-def attend_again_on_gpus(calls: int) -> tuple[bool, int]:
+def attend_again_on_gpus(calls: int, in_parts: bool = False) -> tuple[bool, int]:
     """Whether calls that are alike, of new values and without a wait of the host, have the bits of messages; and how
-    many exchanges were planned."""
+    many exchanges were planned, or parts of them."""
     group, shape = groups()[2], (1, 512, 8, 64)
     torch.manual_seed(dist.get_rank())
     plans, plan = [], PushedExchange._sending
@@ -331,6 +342,7 @@ def attend_again_on_gpus(calls: int) -> tuple[bool, int]:
     def call(tensors: list[Tensor], timeout: float) -> list[Tensor]:
         *qkv, dout = tensors
         options = {"causal": True, "deterministic": True, "timeout": timeout}
+        options["memory"] = "least" if in_parts else "auto"
         out = context_parallel_attention(*qkv, group, method="ulysses", **options)
         return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
 
@@ -339,7 +351,9 @@ def attend_again_on_gpus(calls: int) -> tuple[bool, int]:
         for x in (q, k, v):
             x.requires_grad_()
     found = []
+    plan_part = PartedExchange._plan
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PartedExchange, "_plan", lambda *of_call: (plans.append(1), plan_part(*of_call))[1])
         patch.setattr(PushedExchange, "_sending", lambda *of_call: (plans.append(1), plan(*of_call))[1])
         for number, tensors in enumerate(given):
             # A rank that is late, each time the other one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,25 @@ class FileMemory(PeerMemory):
     def wait(self) -> None:
         pass
 
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> None:
+        pass
+
+    def after(self, mark: None) -> None:
+        pass
+
+    def give_head_start(self) -> None:
+        pass
+
 
 def copies_by_torch(
-    dtype: torch.dtype, sources: int, pieces: int, device: torch.device, gathers: bool = False
+    dtype: torch.dtype,
+    sources: int,
+    pieces: int,
+    device: torch.device,
+    gathers: bool = False,
 ) -> CopiesLauncher:
     """Stands for ``launch.copies.find``."""
 

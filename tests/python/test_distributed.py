@@ -386,7 +386,8 @@ REFUSALS = {
     "fp8 mean": "NotImplementedError: quantization has smooth_k",
     "timeout": "ValueError: timeout is -1.0, allowed: seconds",
     "memory": "ValueError: memory is 'little', allowed: 'auto', 'least'",
-    "memory of heads": "ValueError: memory is 'least' and method 'ulysses', with a mesh of 1 dimensions, allowed: ",
+    "memory of gathered keys": "ValueError: memory is 'least' and method 'all_gather', with a mesh of 1 dimensions, "
+    "allowed: 'ring', 'ulysses' and 'auto'",
 }
 
 

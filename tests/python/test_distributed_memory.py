@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,20 @@ import torch
 from torch import Tensor
 
 from hopper_attention import compile_cache
-from hopper_attention.distributed import gradients, over_peers, ring, ring_backward, wire
+from hopper_attention.distributed import (
+    gradients,
+    over_peers,
+    parts_over_peers,
+    ring,
+    ring_backward,
+    wire,
+)
 from hopper_attention.distributed.attend import Call, Saved
+from hopper_attention.distributed.division import bytes_in_parts, divide
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer
 from hopper_attention.distributed.merge import Merged
 from hopper_attention.distributed.over_peers import AttentionOverPeers
+from hopper_attention.distributed.parts_over_peers import AttentionInParts
 from hopper_attention.distributed.peers import PeerMemory
 from hopper_attention.distributed.pieces import Group, Problem, length
 from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange
@@ -352,6 +362,18 @@ class BareMemory(PeerMemory):
     def wait(self) -> None:
         pass
 
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> None:
+        pass
+
+    def after(self, mark: None) -> None:
+        pass
+
+    def give_head_start(self) -> None:
+        pass
+
 
 class UlyssesBytes(NamedTuple):
     """Of a rank: the room of the group, and what passes hold beside it, results included; ``both`` without dQ, dK, dV.
@@ -376,12 +398,21 @@ def differentiate_heads(tensors: Any, *options: Any) -> None:
     torch.empty_like(tensors.q, dtype=torch.float32)
 
 
-def ulysses_bytes(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> UlyssesBytes:
-    """32k tokens on four ranks."""
-    monkeypatch.setattr(over_peers, "_attend", attend_to_heads)
-    monkeypatch.setattr(over_peers, "_differentiate", differentiate_heads)
-    problem = problem_of(4, 1 << 15)
-    q, k, v, _, dout = tensors_of(4, 1 << 15, heads)
+def attend_in_place(qkv: tuple[Tensor, ...], mask: Any, call: Call, into: Tensor) -> Tensor:
+    batch, rows, heads, _ = qkv[0].shape
+    return into.new_empty(batch, heads, rows, dtype=torch.float32)
+
+
+def ulysses_bytes(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, heads: tuple[int, int], in_parts: bool = False
+) -> UlyssesBytes:
+    """Of 32k tokens."""
+    monkeypatch.setattr(parts_over_peers, "attend_heads", attend_in_place)
+    monkeypatch.setattr(parts_over_peers, "differentiate_heads", differentiate_heads)
+    monkeypatch.setattr(over_peers, "attend_apart", attend_to_heads)
+    monkeypatch.setattr(over_peers, "differentiate_heads", differentiate_heads)
+    problem = problem_of(ranks, 1 << 15)
+    q, k, v, _, dout = tensors_of(ranks, 1 << 15, heads)
     made: list[BareMemory] = []
     with LiveBytes() as memory:
 
@@ -389,13 +420,13 @@ def ulysses_bytes(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> Ul
             made.append(BareMemory(nbytes, memory))
             return made[-1]
 
-        exchange = PushedExchange(Ranks(None, 1, 4), make(LEAST_BYTES), make)  # type: ignore[arg-type]
+        exchange = PushedExchange(Ranks(None, 1, ranks), make(LEAST_BYTES), make)  # type: ignore[arg-type]
 
         def attend_once() -> Tensor:
-            (out,) = AttentionOverPeers.apply(
-                q, k, v, exchange, problem, CALL, False, torch.is_grad_enabled()
-            )
-            return out
+            given, is_kept = (q, k, v, exchange, problem, CALL), torch.is_grad_enabled()
+            if not in_parts:
+                return AttentionOverPeers.apply(*given, False, is_kept)[0]
+            return AttentionInParts.apply(*given, divide(heads[1] // ranks), False, is_kept)[0]
 
         def step(layers: int) -> None:
             outs = [attend_once() for _ in range(layers)]
@@ -421,19 +452,49 @@ def ulysses_bytes(monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]) -> Ul
     return UlyssesBytes(made[-1].nbytes, forward, both - own, tuple(b - a for a, b in pairwise(meetings)))
 
 
+HEADS = (16, 16), (32, 8)
+
+
+def row_of_ulysses(ranks: int, heads: tuple[int, int], *sizes: int) -> str:
+    return (
+        f"| {ranks} | 32k, {heads[0]} over {heads[1]} | "
+        + " | ".join(f"{x / 2**20:.0f}" for x in sizes)
+        + " |"
+    )
+
+
 def test_what_ulysses_holds_is_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
-    for heads in ((16, 16), (32, 8)):
-        found = ulysses_bytes(monkeypatch, heads)
+    for ranks, heads in product((2, 4, 8), HEADS):
+        found = ulysses_bytes(monkeypatch, ranks, heads)
         # Q, K and V, and an output; and one more meeting where a forward pass follows a backward one.
-        q, k, v, out, _ = tensors_of(4, 1 << 15, heads)
+        q, k, v, out, _ = tensors_of(ranks, 1 << 15, heads)
         assert found.room == q.nbytes + k.nbytes + v.nbytes + out.nbytes
         assert found.meetings == (9, 9)
-        cells = out.nbytes + 2 * (k.nbytes + v.nbytes), found.room, found.forward, found.both
-        rows.append(
-            f"| 32k, {heads[0]} over {heads[1]} | " + " | ".join(f"{x / 2**20:.0f}" for x in cells) + " |"
-        )
+        aim = out.nbytes + 2 * (k.nbytes + v.nbytes)
+        rows.append(row_of_ulysses(ranks, heads, aim, found.room, found.forward, found.both))
     assert table_of_the_page("ulysses memory") == rows
+
+
+IN_PARTS = [(ranks, heads) for ranks, heads in product((2, 4, 8), HEADS) if heads[1] > ranks]
+"""A rank with one key/value head has one part."""
+
+
+def test_what_ulysses_holds_in_parts_is_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    for ranks, heads in IN_PARTS:
+        found = ulysses_bytes(monkeypatch, ranks, heads, True)
+        q, k, v, out, _ = tensors_of(ranks, 1 << 15, heads)
+        aim = out.nbytes + 2 * (k.nbytes + v.nbytes)
+        held = found.room + found.both
+        rows.append(row_of_ulysses(ranks, heads, aim, found.room, found.forward, found.both, held))
+        # What `memory="least"` goes by is what there is, but for LSEs and a buffer that is larger than is needed.
+        reckoned = bytes_in_parts(RowBytes.of(q, k, v), ranks)
+        assert reckoned is not None and reckoned <= held <= reckoned + out.nbytes // 16 + found.room // 8
+        # Four parts of the backward pass keep to it, two do not, nor heads of Q that take more than K and V.
+        assert (reckoned <= aim) == (heads == (16, 16) and ranks < 8), ranks
+    assert table_of_the_page("ulysses in parts") == rows
+    assert divide(1) is None
 
 
 def test_storages_are_counted_until_nothing_holds_them() -> None:

@@ -11,11 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from hopper_attention import flash_attn_fp8_func
-from hopper_attention.distributed import Machine, explain_context_parallel
+from hopper_attention import compile_cache, flash_attn_fp8_func
+from hopper_attention.distributed import Machine, explain_context_parallel, parts_over_peers, ulysses
+from hopper_attention.distributed.attend import Call
+from hopper_attention.distributed.division import Division, HeadParts
 from hopper_attention.distributed.peers import SymmetricMemory, why_not
+from hopper_attention.distributed.pieces import Problem
+from hopper_attention.launch import backward
 from hopper_attention.quantized import Fp8Quantization
 from tests.python.distributed_ranks import Case, Pool, members
+from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.test_distributed import BUDGET, CAUSAL, ODD, compare, in_one_process, rows_of
 
 
@@ -46,6 +51,71 @@ def test_ulysses_by_peer_memory_is_attention_of_the_whole(pool: Pool, tmp_path: 
         compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
         # Q, K and V; the output with its LSE; and as often in the backward pass.
         assert [count for _, count in found] == [meetings] * len(found)
+
+
+IN_PARTS = [
+    # A meeting for each part that comes and each that goes, two forward and four backward, and one for each that takes
+    # the room of another.
+    (Case(2, "ulysses", CAUSAL, heads=(16, 8), batch=1), 4 + 10),
+    (Case(2, "ulysses", CAUSAL, heads=(8, 8), with_gradient=False, head_dim_v=24), 4),
+    (Case(3, "ulysses", {"softcap": 2.0, "layout": "contiguous"}, heads=(6, 6), batch=1, head_dim_v=24), 8),
+    (Case(2, "ulysses", {"window_size": (9, 4)}, heads=(4, 4), batch=2, seqlen=24), 8),
+    # A head of keys for each rank is one part.
+    (Case(2, "ulysses", CAUSAL, heads=(4, 2), batch=1), 4),
+]
+LEAST = CAUSAL | {"memory": "least"}
+AT_LEAST = [
+    (Case(2, "auto", LEAST, heads=(8, 8), batch=1, head_dim_v=16), 4 + 10),
+    # Sinks, and heads of Q that take more than those of K and V, are for the ring, which writes to no files.
+    (Case(2, "auto", LEAST, heads=(8, 8), batch=1, head_dim_v=16, has_sinks=True), 0),
+    (Case(2, "auto", LEAST, heads=(16, 4), batch=1, head_dim_v=16), 0),
+]
+
+
+def test_ulysses_in_parts_is_attention_of_the_whole(pool: Pool, tmp_path: Path) -> None:
+    for number, (case, meetings) in enumerate((*IN_PARTS, *AT_LEAST)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        in_parts = number < len(IN_PARTS)
+        found = pool(members(case.ranks), "attend_by_peer_memory", case, str(folder), in_parts)
+        compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
+        assert [count for _, count in found] == [meetings] * len(found), case
+
+
+HALVES = HeadParts((2, 2), 2)
+DIVISIONS = [
+    (Division(HALVES, HALVES), 8),
+    (Division(HeadParts((1, 3), 2), HeadParts((3, 1), 2)), 8),
+    (Division(HeadParts((2, 1, 1), 3), HeadParts((2, 2), 1)), 6 + 5),
+]
+
+
+def test_heads_may_be_divided_in_any_way(pool: Pool, tmp_path: Path) -> None:
+    for number, (division, meetings) in enumerate(DIVISIONS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        case = Case(
+            2, "ulysses", CAUSAL, heads=(16, 8), batch=1 + number % 2, head_dim_v=8 + 8 * (number % 2)
+        )
+        found = pool(2, "attend_by_peer_memory", case, str(folder), True, division)
+        compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
+        assert [count for _, count in found] == [meetings] * 2, division
+
+
+def test_parts_are_for_kernels_that_may_write_gradients_over_what_they_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Of wide heads two CTAs read a tile of keys.
+    pretend(monkeypatch, backward)
+    monkeypatch.setattr(compile_cache, "get_backward", lambda config: None)
+    problem = Problem(4, 1 << 11, 1 << 11, "zigzag", -1, 0)
+    for head_dim, may_be in ((64, True), (128, True), (256, False)):
+        q, k, v = (torch.empty(1, 1 << 9, 16, head_dim, dtype=torch.float16) for _ in range(3))
+        found = ulysses.parts_of((q, k, v), 4, problem, Call(1.0, 0.0, None, False, 0, True), True)
+        assert (found is not None) == may_be, head_dim
+        assert ulysses.parts_of((q, k, v), 4, problem, Call(1.0, 0.0, None, False, 0, True), False)
+    forget_launchers()
+    parts_over_peers._serves.cache_clear()
 
 
 @pytest.mark.parametrize("by_peer_memory", [True, False], ids=["peer memory", "messages"])
@@ -109,7 +179,9 @@ def test_only_a_call_like_earlier_ones_is_not_found_anew(pool: Pool, tmp_path: P
 
 
 def test_layers_of_two_groups_share_rooms_with_their_own_group_alone(pool: Pool, tmp_path: Path) -> None:
-    assert pool(2, "layers_by_peer_memory", str(tmp_path / "layers")) == [True, True]
+    for in_parts in (False, True):
+        folder = str(tmp_path / f"layers {in_parts}")
+        assert pool(2, "layers_by_peer_memory", folder, in_parts) == [True, True]
 
 
 def test_one_rank_that_cannot_keeps_all_to_messages(pool: Pool) -> None:
@@ -149,6 +221,8 @@ def test_an_explanation_says_what_carries_the_heads() -> None:
     short = explain_context_parallel(4, 1 << 15, 16, 16, 128, causal=True)
     assert short.method == "ulysses" and short.transport == "peer memory"
     assert "heads go by peer memory" in short.reason
+    on_two = explain_context_parallel(2, 1 << 15, 32, 8, 128, causal=True)
+    assert (on_two.method, on_two.transport) == ("ulysses", "peer memory")
     apart = explain_context_parallel(4, 1 << 15, 16, 16, 128, causal=True, machine=Machine(host_gpus=1))
     assert apart.seconds["ulysses"] > short.seconds["ulysses"]
     # Long shards hide what messages cost, and would want much memory.

@@ -60,6 +60,9 @@ SCHEDULES = "context_schedules_4_nvidia_h200.json"
 SHORT = "context_short_4_nvidia_h200.json"
 SHORTS = {2: "context_short_2_nvidia_h200.json", 4: SHORT}
 OF_FP8 = "context_fp8_4_nvidia_h200.json"
+ON_TWO, PUBLISHED_ON_TWO = (
+    f"development/context_{name}.json" for name in ("parts_2_0faffb2", "published_2_94ef559")
+)
 SHORT_SHAPES = [(n, h, hk) for n, h, hk in SHAPES if n == 1 << 15]
 
 Cells = dict[tuple[int, int, int], dict[str, dict[str, Any]]]
@@ -222,6 +225,68 @@ def rows_of_short_others() -> list[str]:
     return rows
 
 
+AT_ONCE = "ulysses, all heads at once"
+IN_PARTS = "ulysses", "auto", "ulysses in parts, of any length"
+"""In the report on two GPUs, where these were one call."""
+
+
+def rows_of_short_on_two() -> list[str]:
+    """As on four; and the least and the most that heads in parts took by their names."""
+    rows = []
+    for kind, shape in product((BOTH, "forward"), SHORT_SHAPES):
+        cells = cells_of(ON_TWO)[shape]
+        columns = [f"{cells[f'one GPU, {kind}']['seconds'] * 1e3:.1f}"]
+        found = [cells[f"{way}, {kind}"] for way in ("ring", AT_ONCE)]
+        columns += [f"{c['seconds'] * 1e3:.2f}, {c['efficiency']:.3f}" for c in found]
+        of_parts = [cells[f"{way}, {kind}"] for way in IN_PARTS if f"{way}, {kind}" in cells]
+        ends = [pick(c["seconds"] for c in of_parts) * 1e3 for pick in (min, max)]
+        columns.append("{:.2f} to {:.2f}".format(*ends))
+        rows.append(f"| {name_of(shape)} | {kind} | " + " | ".join(columns) + " |")
+    return rows
+
+
+def rows_of_memory_on_two() -> list[str]:
+    """MiB of both passes without dQ, dK and dV, and the buffer of ulysses; and FP8, milliseconds, and over 16 bits."""
+    rows = []
+    report = json.loads((RESULTS / ON_TWO).read_text())
+    for shape in SHORT_SHAPES:
+        cells, name = cells_of(ON_TWO)[shape], "s{}-h{}-hk{}-d128-causal".format(*shape)
+        ring, at_once, parts = (cells[f"{way}, {BOTH}"] for way in ("ring", AT_ONCE, IN_PARTS[2]))
+        held = [c["extra_bytes"] - c["result_bytes"] + c["out_bytes"] for c in (ring, at_once, parts)]
+        buffers = [report[f"room_bytes_of_{way}_after_{name}"] for way in (AT_ONCE, IN_PARTS[2])]
+        sizes = (
+            2 * ring["kv_shard_bytes"] + ring["out_bytes"],
+            held[0],
+            held[1],
+            buffers[0],
+            held[2],
+            buffers[1],
+        )
+        fp8 = [cells[f"{way} FP8, forward"]["seconds"] for way in ("ring", "ulysses")]
+        columns = [f"{x / 2**20:.0f}" for x in sizes] + [f"{x * 1e3:.2f}" for x in fp8]
+        columns.append(f"{cells[f'{AT_ONCE}, forward']['seconds'] / fp8[1]:.2f}")
+        rows.append(f"| {name_of(shape)} | " + " | ".join(columns) + " |")
+    return rows
+
+
+def over_peer_memory() -> list[tuple[int, tuple[int, int, int], float]]:
+    """GPUs, shape and seconds of both passes of ulysses, all heads at once."""
+    found = [(2, x, cells_of(ON_TWO)[x][f"{AT_ONCE}, {BOTH}"]["seconds"]) for x in SHORT_SHAPES]
+    for report, x in product((SHORT, OF_FP8), SHORT_SHAPES):
+        found.append((4, x, cells_of(report)[x][f"ulysses, {BOTH}"]["seconds"]))
+    return found
+
+
+def rows_of_model_over_peer_memory() -> list[str]:
+    rows = []
+    for gpus, shape, taken in over_peer_memory():
+        model = explain_context_parallel(gpus, *shape, 128, causal=True).seconds["ulysses"]
+        rows.append(
+            f"| {gpus} | {name_of(shape)} | {model * 1e3:.1f} / {taken * 1e3:.1f} | {100 * (model / taken - 1):+.0f} |"
+        )
+    return rows
+
+
 def fastest(cells: dict[str, dict[str, Any]], begin: str) -> str:
     """How much faster ours is than the fastest of those ways, in turns."""
     found = [c for way, c in cells.items() if way.startswith(begin) and "unavailable" not in c]
@@ -277,11 +342,12 @@ PUBLISHED = "ring-flash-attn, as published: FlashAttention-2 both ways"
 
 def rows_of_published() -> list[str]:
     """ring-flash-attn as it is published: milliseconds, ours in turns with it, and how much faster that is."""
-    found = [(shape, cells_of(OF_FP8)[shape].get(PUBLISHED)) for shape in SHAPES]
+    reports = {2: PUBLISHED_ON_TWO, 4: OF_FP8}
+    found = [(n, x, cells_of(reports[n])[x].get(PUBLISHED)) for n, x in product(reports, SHAPES)]
     return [
-        f"| {name_of(shape)} | {c['seconds'] * 1e3:.1f} | "
+        f"| {gpus} | {name_of(shape)} | {c['seconds'] * 1e3:.1f} | "
         f"{c['ours_seconds'] * 1e3:.1f} | {c['ours_over_it']:.2f} |"
-        for shape, c in found
+        for gpus, shape, c in found
         if c is not None
     ]
 
@@ -332,6 +398,9 @@ def rows_of_model_and_measurement() -> list[str]:
         ("short others", rows_of_short_others),
         ("targets", rows_of_targets),
         ("published", rows_of_published),
+        ("short of two", rows_of_short_on_two),
+        ("memory of two", rows_of_memory_on_two),
+        ("model over peer memory", rows_of_model_over_peer_memory),
         ("in e4m3", rows_in_e4m3),
         ("model and measurement", rows_of_model_and_measurement),
     ],
@@ -359,16 +428,32 @@ def test_auto_takes_what_was_fastest(gpus: int, shape: tuple[int, int, int]) -> 
 
 
 @pytest.mark.parametrize("shape", SHORT_SHAPES, ids=name_of)
-def test_auto_takes_peer_memory_where_it_was_fastest(shape: tuple[int, int, int]) -> None:
-    (n, h, hk), cells = shape, cells_of(SHORT)[shape]
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_auto_takes_peer_memory_where_it_was_fastest(gpus: int, shape: tuple[int, int, int]) -> None:
+    cells, of_16_bits = (cells_of(ON_TWO), AT_ONCE) if gpus == 2 else (cells_of(SHORT), "ulysses")
     for kind, fp8 in ((BOTH, False), ("FP8, forward", True)):
-        plan = explain_context_parallel(4, n, h, hk, 128, causal=True, fp8=fp8)
+        plan = explain_context_parallel(gpus, *shape, 128, causal=True, fp8=fp8)
         assert (plan.method, plan.transport) == ("ulysses", "peer memory")
-        ways = [f"{way} {kind}" if fp8 else f"{way}, {kind}" for way in ("ring", "ulysses")]
-        ring, pushed = (cells[way]["seconds"] for way in ways)
+        ways = (
+            [f"{way} {kind}" for way in ("ring", "ulysses")]
+            if fp8
+            else [f"ring, {kind}", f"{of_16_bits}, {kind}"]
+        )
+        ring, pushed = (cells[shape][way]["seconds"] for way in ways)
         assert pushed < ring
         # And the model knows how long it takes, of a GPU that does 600 TFLOP/s; less well in FP8.
         assert pushed / plan.seconds["ulysses"] == pytest.approx(1.0, abs=0.25 if fp8 else 0.1)
+
+
+def test_parts_take_longer_than_all_heads_at_once_on_two() -> None:
+    for shape in SHORT_SHAPES:
+        cells = cells_of(ON_TWO)[shape]
+        at_once = cells[f"{AT_ONCE}, {BOTH}"]
+        assert at_once["efficiency"] > 0.92
+        assert all(cells[f"{way}, {BOTH}"]["seconds"] > at_once["seconds"] for way in IN_PARTS)
+    # They keep to two shards and the output, the buffer among it, where heads of Q are as many as those of K and V.
+    sizes = [[int(x) for x in row.split("|")[2:8]] for row in rows_of_memory_on_two()]
+    assert [held + buffer <= aim for aim, *_, held, buffer in sizes] == [True, False]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=name_of)

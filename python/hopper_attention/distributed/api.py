@@ -32,6 +32,7 @@ from hopper_attention.distributed.auto import (
     transport_of,
     why_not_ulysses,
 )
+from hopper_attention.distributed.division import bytes_in_parts
 from hopper_attention.distributed.exchange import PeerError
 from hopper_attention.distributed.function import Passes, SharedAttention
 from hopper_attention.distributed.gather import gather_backward, gather_forward
@@ -43,7 +44,7 @@ from hopper_attention.distributed.ring import ring_forward
 from hopper_attention.distributed.ring_backward import ring_backward
 from hopper_attention.distributed.store import who_speaks
 from hopper_attention.distributed.tensors import is_dtensor, to_dtensor, to_local
-from hopper_attention.distributed.ulysses import Fp8Options, Heads, exchange_for
+from hopper_attention.distributed.ulysses import Fp8Options, Heads, exchange_for, parts_of
 from hopper_attention.distributed.wire import ring_forward_fp8
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.quantized import Fp8Quantization
@@ -139,9 +140,11 @@ def context_parallel_attention(
         check: "first": when a call differs from those before, ranks tell each other its shapes and options and raise
             where they differ. "never": a rank tells the others and does not wait for what they say, for calls known to
             be right, on a group that was in use before.
-        memory: "auto": short shards are exchanged in the fastest way. "least": a ring that holds no more on a rank than
-            two shards of K and V and the output, and dQ, dK and dV, at any length, some heads after the other; where
-            there are too few heads for that, as little as it can. Not with other methods than "ring" and "auto".
+        memory: "auto": short shards are exchanged in the fastest way. "least": no more on a rank than two shards of K
+            and V and the output, and dQ, dK and dV, at any length, some heads after the other: by ulysses where heads
+            go over peer memory and keep to that, else by a ring; where there are too few heads for that, as little as
+            a ring can. With method "ulysses" heads that go over peer memory do so in parts, as little as these can.
+            Not with "all_gather" and meshes.
 
     Returns:
         out (batch, rows, heads, head_dim_v) in the dtype of q, or (rows, heads, head_dim_v); with ``return_lse``,
@@ -262,7 +265,7 @@ def _attend(
                 )
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     request = make_request(q, k, v, sinks, mesh, o)
-    method = _method_of(request, o, q.device)
+    method = _method_of(request, o, (q, k, v), sinks is not None)
     # Not where autocast made others of them.
     if key is not None and q is tensors[0] and k is tensors[1] and v is tensors[2]:
         again.remember(key, tensors, again.LikeCall(method, request, o))
@@ -277,27 +280,48 @@ def _attend(
     return out, lse
 
 
-def _method_of(request: Request, o: Options, device: torch.device) -> str:
+def _method_of(request: Request, o: Options, tensors: tuple[Tensor, Tensor, Tensor], has_sinks: bool) -> str:
     if request.ulysses:
         return MESH
     if o.method != AUTO:
         return o.method
     if request.call.is_least:
-        return RING
-    return plan(request.problem, request.sizes, _machine_of(request, device)).method
+        is_plain = not has_sinks and o.quantization is None and not request.problem.documents
+        return ULYSSES if is_plain and _keeps_to_the_aim(request, tensors) else RING
+    return plan(request.problem, request.sizes, _machine_of(request, tensors[0].device)).method
+
+
+def _keeps_to_the_aim(request: Request, tensors: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Whether heads in parts over peer memory hold no more than two shards of K and V and the output."""
+    # As if there were a backward pass, for calls that are alike to take the same method.
+    if parts_of(tensors, request.ring.size, request.problem, request.call, True) is None:
+        return False
+    of_rank = request.sizes.of_rank(request.problem)
+    held = bytes_in_parts(of_rank, request.ring.size)
+    if held is None or held > 2 * of_rank.shard + of_rank.out:
+        return False
+    return _may_have_peers(request) and _has_peers(request, tensors[0].device)
+
+
+def _may_have_peers(request: Request) -> bool:
+    """Whether heads would go over peer memory, if the ranks have some."""
+    ring, sizes, rows = request.ring, request.sizes, request.problem.seqlen_q // request.problem.world
+    return (
+        not why_not_ulysses(sizes, ring.size)
+        and transport_of(rows, ring.size, sizes, DEFAULT_MACHINE) == PushedExchange.name
+    )
+
+
+def _has_peers(request: Request, device: torch.device) -> bool:
+    """Whether they do. All ranks ask together."""
+    rows = request.problem.seqlen_q // request.problem.world
+    given = given_bytes(rows, request.ring.size, request.sizes)
+    return exchange_for(request.ring, given, device).name == PushedExchange.name
 
 
 def _machine_of(request: Request, device: torch.device) -> Machine:
     """The assumptions of ``auto``, and what was found of the group. Asks it once, where the answer counts."""
-    ring, problem, sizes = request.ring, request.problem, request.sizes
-    rows = problem.seqlen_q // problem.world
-    if (
-        why_not_ulysses(sizes, ring.size)
-        or transport_of(rows, ring.size, sizes, DEFAULT_MACHINE) != PushedExchange.name
-    ):
-        return DEFAULT_MACHINE
-    exchange = exchange_for(ring, given_bytes(rows, ring.size, sizes), device)
-    return DEFAULT_MACHINE if exchange.name == PushedExchange.name else WITHOUT_PEERS
+    return WITHOUT_PEERS if _may_have_peers(request) and not _has_peers(request, device) else DEFAULT_MACHINE
 
 
 def _run(

@@ -14,7 +14,7 @@ from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.pieces import Piece, Problem
 from hopper_attention.distributed.pushed import PushedExchange
 from hopper_attention.launch.base import REMEMBERED_CALLS
-from hopper_attention.launch.forward import run_forward
+from hopper_attention.launch.forward import ReadyLaunch, run_forward
 from hopper_attention.launch.gradients import differentiate
 from hopper_attention.launch.gradients_again import (
     ForGradients,
@@ -64,7 +64,7 @@ class AttentionOverPeers(torch.autograd.Function):
         # Beside the kernel, which reads the same.
         kept = [memory.copy_aside(lent.room)] if is_kept else []
         try:
-            out, lse = _attend(lent.tensors, whole_mask(problem), call)
+            out, lse = attend_apart(lent.tensors, whole_mask(problem), call)
         finally:
             if kept:
                 memory.wait()
@@ -88,17 +88,37 @@ class AttentionOverPeers(torch.autograd.Function):
         q, k, v = lent.found_in(copy)
         tensors = ForGradients(dout, q, k, v, out, lse)
         offered = exchange.offer((q, k, v), problem.layout)
-        _differentiate(tensors, dlse, whole_mask(problem), call, offered.tensors)
+        differentiate_heads(tensors, dlse, whole_mask(problem), call, offered.tensors)
         return *exchange.take_rows(offered), *[None] * 5
 
 
-def _attend(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[Tensor, Tensor]:
+def attend_heads(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call, into: Tensor) -> Tensor:
+    """The lse; out, which may lie where Q does, is written to ``into``, by what served an earlier call of tensors like
+    these."""
+    q, k, v = qkv
+    # Of another shape, a tile of it would lie where another CTA reads Q.
+    if not call.softcap and into.shape == q.shape:
+        found = dense_again.find(q, k, v, _flags_of(mask, call))
+        if found is not None and isinstance(found.launch, ReadyLaunch):
+            lse = found.launch.fill(q, k, v, into, call.softmax_scale)
+            if lse is not None:
+                return lse
+    out, lse = attend_apart(qkv, mask, call)
+    into.copy_(out)
+    return lse
+
+
+def _flags_of(mask: MaskSpec, call: Call) -> dense_again.Flags:
+    return mask.causal, call.backend, call.sm_margin, mask.sides
+
+
+def attend_apart(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[Tensor, Tensor]:
     """out and lse, by what served an earlier call of tensors like these."""
     q, k, v = qkv
     if call.softcap:
         options = call.softmax_scale, mask.causal, call.backend, call.sm_margin, True, mask.sides
         return run_forward(q, k, v, *options, Scores.of(call.softcap, None, None))
-    flags = mask.causal, call.backend, call.sm_margin, mask.sides
+    flags = _flags_of(mask, call)
     found = dense_again.find(q, k, v, flags)
     if found is not None:
         return found(q, k, v, call.softmax_scale, call.deterministic, True)
@@ -108,7 +128,7 @@ def _attend(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[Tensor
     return out, lse
 
 
-def _differentiate(
+def differentiate_heads(
     tensors: ForGradients, dlse: Tensor | None, mask: MaskSpec, call: Call, into: tuple[Tensor, ...]
 ) -> None:
     """dq, dk and dv, in ``into``, by what served an earlier call of tensors like these."""

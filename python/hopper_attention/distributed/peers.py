@@ -10,7 +10,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ MEETING_TIMEOUT_S = 600.0
 """How long a GPU waits for its peers, where the group does not say."""
 
 REMEMBERED_VIEWS = 1024
+
+HEAD_START_CYCLES = 6_000
+"""How long attention waits behind copies that go beside it, in cycles of an SM: about 3 us. The copies are next on
+their stream, and the attention's has to wait for an event of it."""
 
 
 class PeerMemory(ABC):
@@ -61,6 +65,22 @@ class PeerMemory(ABC):
     def wait(self) -> None:
         """What is launched from now on comes after the copy that was made aside last."""
 
+    @abstractmethod
+    def aside(self) -> AbstractContextManager[None]:
+        """What is launched within goes beside what is launched outside of it, and in its own order."""
+
+    @abstractmethod
+    def mark(self) -> Any:
+        """All that was launched before, on this side, for :meth:`after`."""
+
+    @abstractmethod
+    def after(self, mark: Any) -> None:
+        """What is launched from now on, on this side, comes after what was marked."""
+
+    @abstractmethod
+    def give_head_start(self) -> None:
+        """What is launched next waits for a moment, so that what goes beside it gets its SMs first."""
+
 
 class SymmetricMemory(PeerMemory):
     """On GPUs. Ranks meet by a kernel of one warp, on the current stream."""
@@ -81,7 +101,8 @@ class SymmetricMemory(PeerMemory):
         self.views: dict[tuple[Any, ...], Tensor] = {}
         self.stream = torch.cuda.current_stream(device)
         self.side = torch.cuda.Stream(device, priority=-1)
-        self.before, self.after = torch.cuda.Event(), torch.cuda.Event()
+        self.is_aside = False
+        self.before, self.copied = torch.cuda.Event(), torch.cuda.Event()
 
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
         key = rank, shape, dtype, offset
@@ -106,22 +127,44 @@ class SymmetricMemory(PeerMemory):
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
 
     def copy_aside(self, x: Tensor) -> Tensor:
-        copy, device = torch.empty_like(x), current_device()
+        copy = torch.empty_like(x)
         self.before.record(self.stream)
         self.side.wait_event(self.before)
-        # torch.cuda.stream asks for the current stream, which takes longer than the rest.
-        torch.cuda.set_stream(self.side)
-        try:
+        with self.aside():
             copy.copy_(x)
-        finally:
-            torch.cuda.set_stream(self.stream)
-            if device != x.device.index:
-                torch.cuda.set_device(device)
-        self.after.record(self.side)
+        self.copied.record(self.side)
         return copy
 
     def wait(self) -> None:
-        self.stream.wait_event(self.after)
+        self.stream.wait_event(self.copied)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        device = current_device()
+        # torch.cuda.stream asks for the current stream, which takes longer than the rest.
+        torch.cuda.set_stream(self.side)
+        self.is_aside = True
+        try:
+            yield
+        finally:
+            self.is_aside = False
+            torch.cuda.set_stream(self.stream)
+            if device != self.buffer.device.index:
+                torch.cuda.set_device(device)
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event()
+        event.record(self._current())
+        return event
+
+    def after(self, mark: Any) -> None:
+        self._current().wait_event(mark)
+
+    def _current(self) -> torch.cuda.Stream:
+        return self.side if self.is_aside else self.stream
+
+    def give_head_start(self) -> None:
+        torch.cuda._sleep(HEAD_START_CYCLES)
 
 
 def _timeout_of(ranks: Ranks, device: torch.device) -> float:

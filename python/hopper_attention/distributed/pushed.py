@@ -29,10 +29,10 @@ from hopper_attention.launch import copies
 from hopper_attention.launch.copies import CopiesLauncher, Piece
 from hopper_attention.like_calls import Remembered
 
-MOST_BYTES = 1 << 27
-"""That a rank is given in an exchange: Q, K and V, or their gradients. 32k tokens on four ranks have 101 MB with 16
-heads of 128 columns, and as many with 32 over 8. What is larger takes long enough to hide what messages cost, and the
-buffer is kept."""
+MOST_BYTES = 1 << 28
+"""That a rank is given in an exchange: Q, K and V, or their gradients. 32k tokens on two ranks have 201 MB with 16
+heads of 128 columns, and as many with 32 over 8; on four half of it. What is larger takes long enough to hide what
+messages cost, and the buffer is kept."""
 
 LEAST_BYTES = 1 << 25
 """Of a buffer."""
@@ -49,7 +49,12 @@ ADDRESSED = 16
 CTAS = 192
 """That write an exchange together. On four H200 as many as there are tiles took a fifth longer, and 24 as long."""
 
+FEW_CTAS = 24
+"""The same beside attention, which gets the other SMs: so many keep the links of a GPU busy, however many peers share
+them. On two H200 16 and 40 took as long, as far as rounds differ."""
+
 Shape = tuple[int, ...]
+
 
 Launches = tuple[tuple[CopiesLauncher, tuple[int, ...], tuple[Any, ...]], ...]
 """Of a kernel, for which tensors, and what it takes behind them."""
@@ -70,6 +75,21 @@ class Chunks(NamedTuple):
         if layout == CONTIGUOUS:
             return cls(rank, 1, 1)
         return cls(rank, 2 * size - 1 - 2 * rank, 2)
+
+
+class HeadShare(NamedTuple):
+    """Some heads of those of a rank: from ``first`` on ``heads`` of ``all``, counted in key/value heads."""
+
+    first: int
+    heads: int
+    all: int
+
+    def of(self, number: int) -> int:
+        """Its part of so many heads, columns or bytes of all."""
+        return number * self.heads // self.all
+
+
+EVERY_HEAD = HeadShare(0, 1, 1)
 
 
 class Region(NamedTuple):
@@ -178,6 +198,7 @@ class PushedExchange(HeadExchange):
         self.outgrown: list[PeerMemory] = []
         self.sendings: Remembered[Sending] = Remembered(REMEMBERED_SENDINGS)
         self.offers: dict[tuple[Any, ...], Offered] = {}
+        self.plans: dict[tuple[Any, ...], Any] = {}
 
     def to_heads(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
         return [x.clone() for x in self.lend_heads(tensors, layout).tensors]
@@ -205,14 +226,13 @@ class PushedExchange(HeadExchange):
             if len(self.offers) >= REMEMBERED_SENDINGS:
                 self.offers.clear()
             offered = self.offers[key] = self._offer(like, total, layout)
-        self._keep_off(offered.region)
+        self.keep_off(offered.region)
         return offered
 
     def take_rows(self, offered: Offered) -> list[Tensor]:
         """``to_rows`` of what was written to the room."""
         self.memory.meet()
-        self.last = offered.region
-        self.outgrown.clear()
+        self.leave(offered.region)
         return offered.take()
 
     def _offer(self, like: Sequence[Tensor], total: int, layout: str) -> Offered:
@@ -224,11 +244,13 @@ class PushedExchange(HeadExchange):
             torch.empty(shape, dtype=x.dtype, device="meta") for shape, x in zip(shapes, like, strict=True)
         ]
         pieces = [
-            self._to_heads(x, [self.memory.view(owner, *place) for owner in range(self.ranks.size)], layout)
+            self.pieces_of_heads(
+                x, [self.memory.view(owner, *place) for owner in range(self.ranks.size)], layout
+            )
             for x, place in zip(rows, places, strict=True)
         ]
         mine = tuple(self.memory.view(self.ranks.rank, *place) for place in places)
-        return Offered(mine, region, shapes, *_launches_of(rows, pieces, like[0].device, gathers=True))
+        return Offered(mine, region, shapes, *launches_of(rows, pieces, like[0].device, gathers=True))
 
     def _exchange(self, tensors: Sequence[Tensor], to_heads: bool, layout: str) -> Brought:
         self.memory.begin()
@@ -243,17 +265,18 @@ class PushedExchange(HeadExchange):
             sending = self._sending(tensors, to_heads, layout)
             if is_aligned and self.sendings.comes_again(key):
                 self.sendings.keep(key, sending, *tensors)
-        self._keep_off(sending.region)
+        self.keep_off(sending.region)
         sending.write(tensors)
         self.memory.meet()
-        self.last = sending.region
-        self.outgrown.clear()
+        self.leave(sending.region)
         return sending.brought
 
     def _sending(self, given: Sequence[Tensor], to_heads: bool, layout: str) -> Sending:
         scattered = tuple(i for i, x in enumerate(given) if not _has_dense_rows(x))
         tensors = [x.contiguous() if i in scattered else x for i, x in enumerate(given)]
-        shape_of, pieces_of = (self._of_heads, self._to_heads) if to_heads else (self._of_rows, self._to_rows)
+        shape_of, pieces_of = (
+            (self.shape_of_part, self.pieces_of_heads) if to_heads else (self._of_rows, self._to_rows)
+        )
         # A rank gets as many bytes as it gives.
         *offsets, end = accumulate(map(_room_of, tensors), initial=0)
         # Heads are followed by an output, which is as large as Q.
@@ -270,7 +293,7 @@ class PushedExchange(HeadExchange):
             self.memory.view(self.ranks.rank, (end,), torch.uint8, start),
             tuple(offset // x.itemsize for x, offset in zip(tensors, offsets, strict=True)),
         )
-        return Sending(scattered, *_launches_of(tensors, pieces, tensors[0].device), region, brought)
+        return Sending(scattered, *launches_of(tensors, pieces, tensors[0].device), region, brought)
 
     def _has_room(self, total: int, to_heads: bool) -> bool:
         """Whether an exchange of so many bytes fits: rows beside what the one before left. All ranks find the same."""
@@ -279,44 +302,60 @@ class PushedExchange(HeadExchange):
     def _make_room(self, total: int, to_heads: bool, more: int) -> None:
         """A larger buffer for an exchange that does not fit, with so many bytes more."""
         if not self._has_room(total, to_heads):
+            self.reserve(total + more + (0 if to_heads else self.last.size))
+
+    def reserve(self, total: int) -> None:
+        """A buffer of so many bytes at least. All ranks ask for it together."""
+        if total > self.memory.nbytes:
             # What the exchange before brought lies there, and its tensors do not hold it.
             self.outgrown.append(self.memory)
-            self.memory = self.make(bytes_for(total + more + (0 if to_heads else self.last.size)))
+            self.memory = self.make(bytes_for(total))
             self.last = NOTHING
             self.sendings.cache_clear()
             self.offers.clear()
+            self.plans.clear()
 
     def _region(self, total: int, to_heads: bool) -> Region:
         return Region(0, total) if to_heads else Region(self.memory.nbytes - total, self.memory.nbytes)
 
-    def _keep_off(self, region: Region) -> None:
+    def keep_off(self, region: Region) -> None:
         """Wait for all that the exchange before left in a region."""
         if region.touches(self.last):
             self.memory.meet()
             self.last = NOTHING
 
-    def _of_heads(self, x: Tensor) -> Shape:
-        """The shape that rows come in."""
+    def leave(self, region: Region) -> None:
+        """All ranks have met, and what is launched until the next exchange may read of a region."""
+        self.last = region
+        self.outgrown.clear()
+
+    def shape_of_part(self, x: Tensor, share: HeadShare = EVERY_HEAD) -> Shape:
+        """The shape that rows of some heads come in."""
         batch, rows, heads, head_dim = x.shape
-        return batch, self.ranks.size * rows, heads // self.ranks.size, head_dim
+        return batch, self.ranks.size * rows, share.of(heads // self.ranks.size), head_dim
 
     def _of_rows(self, x: Tensor) -> Shape:
         """The shape that heads come back in."""
         batch, positions, heads, head_dim = x.shape
         return batch, positions // self.ranks.size, self.ranks.size * heads, head_dim
 
-    def _to_heads(self, x: Tensor, theirs: Sequence[Tensor], layout: str) -> list[Piece]:
-        """For each rank its heads of the rows of this one; ``theirs`` are the tensors that they become a part of."""
+    def pieces_of_heads(
+        self, x: Tensor, theirs: Sequence[Tensor], layout: str, share: HeadShare = EVERY_HEAD
+    ) -> list[Piece]:
+        """For each rank a share of its heads, of the rows of this one; ``theirs`` are the tensors that they become a
+        part of."""
         mine = Chunks.of(self.ranks.rank, self.ranks.size, layout)
         batch, rows, heads, head_dim = x.shape
-        columns, chunk = heads // self.ranks.size * head_dim, rows // mine.number
+        of_rank = heads // self.ranks.size * head_dim
+        columns, chunk = share.of(of_rank), rows // mine.number
+        before = of_rank * share.first // share.all
         sizes = batch, mine.number, chunk, columns
         there = self.ranks.size * rows * columns, mine.step * chunk * columns, columns, 1
         found = []
         for owner in self._others_first():
             whole = theirs[owner]
             target = whole.as_strided(sizes, there, whole.storage_offset() + mine.first * chunk * columns)
-            found.append(Piece(target, owner * columns, chunk * x.stride(1)))
+            found.append(Piece(target, owner * of_rank + before, chunk * x.stride(1)))
         return found
 
     def _to_rows(self, x: Tensor, theirs: Sequence[Tensor], layout: str) -> list[Piece]:
@@ -345,9 +384,13 @@ def bytes_for(total: int) -> int:
     return max(LEAST_BYTES, -(-total // step) * step)
 
 
+def room_of(nbytes: int) -> int:
+    """Bytes that a tensor of so many takes."""
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
 def _room_of(x: Tensor) -> int:
-    """Bytes that a tensor takes."""
-    return -(-x.nbytes // ALIGNED) * ALIGNED
+    return room_of(x.nbytes)
 
 
 def _has_dense_rows(x: Tensor) -> bool:
@@ -355,10 +398,15 @@ def _has_dense_rows(x: Tensor) -> bool:
     return x.stride()[2:] == (x.shape[3], 1)
 
 
-def _launches_of(
-    tensors: Sequence[Tensor], pieces: Sequence[list[Piece]], device: torch.device, gathers: bool = False
+def launches_of(
+    tensors: Sequence[Tensor],
+    pieces: Sequence[list[Piece]],
+    device: torch.device,
+    gathers: bool = False,
+    ctas: int = CTAS,
 ) -> tuple[Launches, Pieces]:
-    """``launches`` and ``by_torch`` of a ``Sending``: a launch for pieces of one dtype that are moved in vectors."""
+    """``launches`` and ``by_torch`` of a ``Sending``: a launch for pieces of one dtype that are moved in vectors, by so
+    many CTAs together, or one for each piece."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for i, x in enumerate(tensors):
         in_vectors = copies.is_in_vectors(x, pieces[i]) and (x.is_meta or not x.data_ptr() % ADDRESSED)
@@ -375,6 +423,6 @@ def _launches_of(
             if launcher is None:
                 by_torch += [(n, piece) for n, part in zip(some, parts, strict=True) for piece in part]
             else:
-                behind = copies.behind_sources(parts, max(1, CTAS // (len(some) * number)))
+                behind = copies.behind_sources(parts, max(1, ctas // (len(some) * number)))
                 launches.append((launcher, some, behind))
     return tuple(launches), tuple(by_torch)

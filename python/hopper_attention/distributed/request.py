@@ -150,10 +150,10 @@ def make_request(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Me
     if o.quantization is not None:
         _check_fp8(problem, o, needs_gradient(q, k, v))
     is_least = o.memory == LEAST
-    if is_least and (inner or o.method not in (RING, AUTO)):
+    if is_least and (inner or o.method not in (RING, ULYSSES, AUTO)):
         raise ValueError(
             f"memory is {LEAST!r} and method {o.method!r}, with a mesh of {1 + len(inner)} dimensions, allowed: "
-            f"{RING!r} and {AUTO!r} on a group or a mesh of 1; the others hold what they have to"
+            f"{RING!r}, {ULYSSES!r} and {AUTO!r} on a group or a mesh of 1; the others hold what they have to"
         )
     call = Call(scale, float(o.softcap), o.backend, bool(o.deterministic), o.sm_margin, is_least)
     for ranks in (ring, *inner):

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hopper_attention.distributed.attend import Call
+from hopper_attention.distributed.division import Division, divide
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.merge import Merged
-from hopper_attention.distributed.over_peers import AttentionOverPeers, exchanged
+from hopper_attention.distributed.over_peers import AttentionOverPeers, exchanged, whole_mask
+from hopper_attention.distributed.parts_over_peers import AttentionInParts, may_take_their_places
 from hopper_attention.distributed.peers import PeerMemory, share_memory
 from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.pushed import LEAST_BYTES, MOST_BYTES, PushedExchange
@@ -134,8 +136,13 @@ class Heads:
         """out and lse of the local rows; None where messages carry the heads."""
         if not isinstance(self.exchange, PushedExchange):
             return None
-        given = *self._as_many_keys(*tensors), self.exchange, problem, call, wants_lse
-        return _with_lse(AttentionOverPeers.apply(*given, needs_gradient(*tensors)))
+        qkv, is_kept = self._as_many_keys(*tensors), needs_gradient(*tensors)
+        given = *qkv, self.exchange, problem, call
+        # All heads at once take less time.
+        parts = parts_of(qkv, self.ranks.size, problem, call, is_kept) if call.is_least else None
+        if parts is None:
+            return _with_lse(AttentionOverPeers.apply(*given, wants_lse, is_kept))
+        return _with_lse(AttentionInParts.apply(*given, parts, wants_lse, is_kept))
 
     def attend_in_fp8(
         self,
@@ -169,6 +176,19 @@ class Heads:
     def of_sinks(self, sinks: Tensor | None) -> Tensor | None:
         """Those of the heads of this rank."""
         return None if sinks is None else sinks.unflatten(0, (self.ranks.size, -1))[self.ranks.rank]
+
+
+def parts_of(
+    qkv: tuple[Tensor, Tensor, Tensor], ranks: int, problem: Problem, call: Call, is_kept: bool
+) -> Division | None:
+    """The parts in which heads over peer memory may go, forward and backward; None where there are none. ``is_kept`` as
+    of ``AttentionOverPeers``."""
+    q, k, _ = qkv
+    parts = divide(k.shape[2] // ranks)
+    if parts is None or not q.numel() or not k.numel():
+        return None
+    may_be = not is_kept or may_take_their_places(qkv, ranks, parts.backward, whole_mask(problem), call)
+    return parts if may_be else None
 
 
 def _with_lse(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:

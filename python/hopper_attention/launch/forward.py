@@ -235,6 +235,18 @@ class ReadyLaunch:
             self.kernel(q, k, v, out, lse, scale, *self.options)
         return out, lse
 
+    def fill(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float) -> Tensor | None:
+        """The lse; out is written to a tensor that is contiguous and may lie where Q does, as each tile of both is of
+        one CTA. None if TMA cannot address the tensors, or another GPU is current."""
+        index = self.device_index
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if addresses % TMA_BYTES or current_device() != index:
+            return None
+        lse: Tensor = device_memory.empty_on_gpu(*self.lse)
+        counter = (device_memory.tile_counter(index),) if self.has_counter else ()
+        self.kernel(q, k, v, out, lse, *counter, softmax_scale, *self.options)
+        return lse
+
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def find_config(problem: AttentionProblem, device: torch.device, backend: str | None) -> Config:

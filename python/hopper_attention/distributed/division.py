@@ -1,0 +1,81 @@
+"""How the heads of a rank go in parts over peer memory, forward and backward, and what a rank holds then: as data."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from hopper_attention.distributed.pushed import HeadShare
+from hopper_attention.distributed.schedule import RowBytes
+
+MOST_PARTS = 4
+"""Of a backward pass."""
+
+REMEMBERED = 64
+
+
+class HeadParts(NamedTuple):
+    """How the heads of a rank are divided.
+
+    Attributes:
+        shares: of each part, in key/value heads of a rank.
+        rooms: in which the parts take turns: as many as there are, or fewer where all shares are the same.
+    """
+
+    shares: tuple[int, ...]
+    rooms: int
+
+    def part(self, number: int) -> HeadShare:
+        return HeadShare(sum(self.shares[:number]), self.shares[number], sum(self.shares))
+
+    def comes_alone(self, number: int) -> bool:
+        """Whether attention waits for all of what comes of a part. Otherwise it is at another part meanwhile."""
+        return self.rooms == 1 or not number
+
+    def frees_a_room(self, number: int) -> bool:
+        """Whether another part takes over the room of this one, and what comes of it waits for what goes."""
+        return number + self.rooms < len(self.shares)
+
+    def goes_alone(self, number: int) -> bool:
+        """Whether attention waits for all of what goes of a part, or there is no attention left."""
+        return self.rooms == 1 or self.frees_a_room(number) or number + 1 == len(self.shares)
+
+
+class Division(NamedTuple):
+    """How the heads of a rank go in both passes."""
+
+    forward: HeadParts
+    backward: HeadParts
+
+
+@lru_cache(maxsize=REMEMBERED)
+def divide(kv_heads: int) -> Division | None:
+    """The parts of so many key/value heads of a rank, forward and backward; None if there are too few.
+
+    Forward a small part comes first, which is waited for, and the others beside the attention to it. Backward parts are
+    small, and two rooms hold all.
+    """
+    if kv_heads < 2:
+        return None
+    number = kv_heads // max(1, kv_heads // MOST_PARTS)
+    forward = max(1, kv_heads // 4)
+    shares = forward, kv_heads - forward
+    if kv_heads % number:
+        return None
+    return Division(HeadParts(shares, 2), HeadParts((kv_heads // number,) * number, 2))
+
+
+def bytes_in_parts(sizes: RowBytes, ranks: int) -> int | None:
+    """What a rank holds at most in both passes, the buffer and the output among it, and without dQ, dK and dV; None
+    where the heads are too few for parts. LSEs are not counted."""
+    parts = divide(sizes.kv_heads // ranks)
+    if parts is None:
+        return None
+    forward, backward = parts
+    q = out = sizes.out
+    came = q + sizes.shard
+    room = sum(forward.part(n).of(came) for n in range(forward.rooms))
+    of_backward = sum(backward.part(n).of(came + 2 * out) for n in range(backward.rooms))
+    # In float32, which dQ is added up in.
+    sums = backward.part(0).of(2 * q)
+    return max(room, of_backward) + out + sums
