@@ -87,6 +87,19 @@ def assert_near(out: Tensor, lse: Tensor, exact: Tensor, exact_lse: Tensor) -> N
     assert ((lse - exact_lse).abs() < 3e-2 + 2.0**-9 * exact_lse.abs()).all()
 
 
+def test_a_window() -> None:
+    """The first scores of a tile are those of another block there, and masked on both sides."""
+    config = select_fp8_forward_config(64, 64, False, "bfloat16", 16384, window=True)
+    assert config.window and config.lowers_queries
+    parts = parts_of(64, 200, 500)
+    found = fp8_forward_on_numpy(config, parts, 0.125, LATE, sides=(150, 60))
+    plain = replace(config, lowers_queries=False)
+    expected = fp8_forward_on_numpy(plain, lowered(parts), 0.125, LATE, sides=(150, 60))
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    exact, exact_lse = attention_naive(*dequantized(parts), window_left=150, window_right=60)
+    assert_near(*found, exact, exact_lse)
+
+
 def test_a_code_that_is_nan() -> None:
     """Reaches its row and no other."""
     config = config_of(64, False)
