@@ -8,8 +8,8 @@ from typing import NamedTuple
 from hopper_attention.distributed.pushed import HeadShare
 from hopper_attention.distributed.schedule import RowBytes
 
-MOST_PARTS = 4
-"""Of a backward pass."""
+BACKWARD_PARTS = 4
+"""Of a backward pass, or the next number that divides the heads."""
 
 REMEMBERED = 64
 
@@ -57,11 +57,9 @@ def divide(kv_heads: int) -> Division | None:
     """
     if kv_heads < 2:
         return None
-    number = kv_heads // max(1, kv_heads // MOST_PARTS)
+    number = next(n for n in range(min(BACKWARD_PARTS, kv_heads), kv_heads + 1) if not kv_heads % n)
     forward = max(1, kv_heads // 4)
     shares = forward, kv_heads - forward
-    if kv_heads % number:
-        return None
     return Division(HeadParts(shares, 2), HeadParts((kv_heads // number,) * number, 2))
 
 

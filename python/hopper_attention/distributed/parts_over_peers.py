@@ -163,12 +163,10 @@ class PartedExchange:
         return self.exchange.memory.mark()
 
     def _plans_of(self, rows: Sequence[Tensor], reserve: Callable[[], int] | None) -> tuple[PartPlan, ...]:
-        addresses = 0
-        for x in rows:
-            addresses |= x.data_ptr()
-        is_aligned = not addresses % ADDRESSED
+        # Of each: which of them kernels move is part of a plan.
+        are_aligned = tuple([not x.data_ptr() % ADDRESSED for x in rows])
         exchange, like = self.exchange, tuple([(x.shape, x.stride(), x.dtype) for x in rows])
-        key = self.layout, self.parts, self.results, like, is_aligned, reserve is None
+        key = self.layout, self.parts, self.results, like, are_aligned, reserve is None
         found = exchange.plans.get(key)
         if found is None:
             sizes = [x.nbytes for x in rows]

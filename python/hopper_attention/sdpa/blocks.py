@@ -116,10 +116,12 @@ class Heads:
     def _limits(
         self, rows: Span, keys: Span, known: dict[tuple[int, ...], Tensor | None]
     ) -> Iterator[tuple[slice, Tensor]]:
-        """``known`` are those of other blocks: they are alike where keys lie alike to queries, but for chunks."""
+        """``known`` are those of other blocks: they are alike where keys lie alike to queries, and those to chunks."""
+        chunk, offset = self.terms.sides[2], self.mask.seqlen_k - self.mask.seqlen_q
+        in_chunk = (rows.start + offset) % chunk if chunk > 0 else 0
         for part in spans(*keys, MOST_ROWS):
             sizes = rows.stop - rows.start, part.stop - part.start
-            where = (*rows, *part) if self.terms.sides[2] > 0 else (*sizes, part.start - rows.start)
+            where = *sizes, part.start - rows.start, in_chunk
             if where not in known:
                 visible = self.mask.visible(rows, part, self.group, self.q.device)
                 known[where] = None if visible is None else torch.where(visible, math.inf, -math.inf)

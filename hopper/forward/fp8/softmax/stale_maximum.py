@@ -2,13 +2,14 @@
 
 A row maximum only keeps exponentials in range. e4m3 holds P up to 448, and the sum of P, which is taken anyway, tells
 whether any P may be above that. So most blocks need no maximum, no shuffles and no rescaling of O. A block takes a new
-maximum in three cases:
+maximum in two cases:
 
 1. A P may exceed 448, e4m3's largest: the thread's sum of a row does.
 2. A P may dominate the row. Where the sum of this block exceeds 4 times the running sum by more than 16, one P may
    outweigh all others, and e4m3 would round it, and the output with it. Measured from itself it is a power of two,
    which e4m3 has.
-3. V's scale changes, and with it the unit of O.
+
+Where V's scale changes, and with it the unit of O, O is multiplied like one with a risen maximum; P stays as it is.
 
 FlashAttention-4 skips rescaling by a threshold on the maximum; here the maximum itself is skipped.
 

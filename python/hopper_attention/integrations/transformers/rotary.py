@@ -144,6 +144,11 @@ def _suits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, pair: Pair) -> bool:
         return False
     if q.dim() != 4 or cos.dim() != 3 or cos.shape != sin.shape or cos.dtype != sin.dtype:
         return False
+    # Of k the heads alone may be others; what broadcasts, or lies on another GPU, is for the function to judge.
+    if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
+        return False
+    if {x.device for x in (k, cos, sin)} != {q.device}:
+        return False
     if cos.requires_grad or sin.requires_grad or cos.shape[0] not in (1, q.shape[0]):
         return False
     columns = q.shape[3] if pair is _doubled else q.shape[3] // 2
