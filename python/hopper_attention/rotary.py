@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys as one operator, with gradients.
 
-Out of torch's own operators it takes ten passes over Q and K, and twice as many for its gradients; here it is one
-launch for both, and one more for the gradients.
+Out of torch's own operators it is many passes over Q and K; here it is one launch for both, and one more for the
+gradients.
 """
 # No `from __future__ import annotations`: custom_op reads the annotations of its function.
 

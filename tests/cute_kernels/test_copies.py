@@ -135,7 +135,7 @@ COMPILED = [
 def test_kernels_compile_without_spills() -> None:
     for config, usage in usage_of_each(COMPILED).items():
         assert not usage.spills and usage.stack_bytes == 0, config.name
-        assert usage.registers <= 80, config.name
+        assert usage.registers <= (80 if config.copies > 12 else 64), config.name
 
 
 def test_configs() -> None:

@@ -77,6 +77,16 @@ def test_windows(head_dim: int, causal: bool, sides: tuple[int, int], seqlens: t
     check(out[0], lse[0], exact_attention(q[0], k[0], v[0], sides))
 
 
+def test_a_window_with_sinks_in_wide_blocks() -> None:
+    """Tiles as shipped: the second row's maximum comes late, and O is shrunk in a branch."""
+    config = replace(select_forward_config("float16", 112, 112, True, 8192, window=True), sinks=True)
+    assert config.finds_second_maximum_late and config.shrinks_in_branch
+    q, k, v = draw(torch.float16, (150, 800), (1, 1), 112)
+    rules = Rules(sinks=torch.tensor([1.5]))
+    out, lse = forward_on_numpy(config, q, k, v, 112**-0.5, 2, LATE, (300, 0), rules)
+    check(out[0], lse[0], exact_attention(q[0], k[0], v[0], (300, 0), rules))
+
+
 Q = Packed.of((70, 0, 200, 5), behind=9, used=(70, 0, 150, 5))
 K = Packed.of((90, 33, 0, 300), behind=3)
 

@@ -39,8 +39,8 @@ class LoweredQueries(LoopInvariant):
     No code of K exceeds 448, so a row q of Q has scores of at most |q| 448 sqrt(head_dim) (Cauchy and Schwarz). Each
     row is multiplied by the largest power of two, up to 1, with which that is no more than float16 holds. e4m3 keeps
     a code as it is unless it falls below 2^-6; it becomes a multiple of 2^-9 then. That moves a row by 2^-10 of its
-    length at most at head_dim 64, 2^-9 at 128 and 2^-8 at 256; where codes are N(0, 1), by a fifteenth of that. A row
-    with a NaN keeps it.
+    length at most at head_dim 64, 2^-9 at 128 and 2^-8 at 256; where codes are N(0, 1), by some 2^-15, 2^-13 and
+    2^-11. A row with a NaN keeps it.
 
     ``sQ`` is Q in shared memory, staged by warpgroup. The four lanes that hold a row's scores share its 16-byte chunks
     such that eight lanes find theirs in different banks.
