@@ -23,6 +23,7 @@ from hopper_attention import (
     varlen_again,
 )
 from hopper_attention.backends import Target
+from hopper_attention.distributed import parts_over_peers
 from hopper_attention.launch import (
     addition,
     append,
@@ -77,6 +78,7 @@ REMEMBERING = (
     packed_quantize,
     paged_forward,
     parts_again,
+    parts_over_peers,
     quantize,
     quantizers,
     packed_gradients_again,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -31,7 +31,7 @@ from hopper_attention.distributed.over_peers import AttentionOverPeers
 from hopper_attention.distributed.parts_over_peers import AttentionInParts
 from hopper_attention.distributed.peers import PeerMemory
 from hopper_attention.distributed.pieces import Group, Problem, length
-from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange
+from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange, Region
 from hopper_attention.distributed.schedule import (
     RowBytes,
     Schedule,
@@ -420,7 +420,7 @@ def ulysses_bytes(
             made.append(BareMemory(nbytes, memory))
             return made[-1]
 
-        exchange = PushedExchange(Ranks(None, 1, ranks), make(LEAST_BYTES), make)  # type: ignore[arg-type]
+        exchange = PushedExchange(Ranks(None, 1, ranks), make(LEAST_BYTES), make)  # type: ignore[arg-type]  # no message is sent
 
         def attend_once() -> Tensor:
             given, is_kept = (q, k, v, exchange, problem, CALL), torch.is_grad_enabled()
@@ -488,13 +488,65 @@ def test_what_ulysses_holds_in_parts_is_as_the_page_says(monkeypatch: pytest.Mon
         aim = out.nbytes + 2 * (k.nbytes + v.nbytes)
         held = found.room + found.both
         rows.append(row_of_ulysses(ranks, heads, aim, found.room, found.forward, found.both, held))
-        # What `memory="least"` goes by is what there is, but for LSEs and a buffer that is larger than is needed.
+        # What `memory="least"` goes by is what there is, but for LSEs.
         reckoned = bytes_in_parts(RowBytes.of(q, k, v), ranks)
-        assert reckoned is not None and reckoned <= held <= reckoned + out.nbytes // 16 + found.room // 8
+        assert reckoned is not None and reckoned <= held <= reckoned + out.nbytes // 16
         # Four parts of the backward pass keep to it, two do not, nor heads of Q that take more than K and V.
         assert (reckoned <= aim) == (heads == (16, 16) and ranks < 8), ranks
     assert table_of_the_page("ulysses in parts") == rows
     assert divide(1) is None
+
+
+class OrderedMemory(BareMemory):
+    """Buffers that say what waits for what: marks, by the side that they are of."""
+
+    def __init__(self, nbytes: int, memory: LiveBytes) -> None:
+        super().__init__(nbytes, memory)
+        self.side, self.waits = "main", list[tuple[str, str]]()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self.side = "aside"
+        try:
+            yield
+        finally:
+            self.side = "main"
+
+    def mark(self) -> Any:
+        return self.side
+
+    def after(self, mark: Any) -> None:
+        self.waits.append((self.side, mark))
+
+
+def test_a_part_that_fails_is_waited_for_and_kept_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    q, k, v, *_ = tensors_of(2, 1 << 15, (16, 16))
+    with LiveBytes() as live:
+        exchange = PushedExchange(
+            Ranks(None, 1, 2),  # type: ignore[arg-type]  # no message is sent
+            OrderedMemory(LEAST_BYTES, live),
+            lambda nbytes: OrderedMemory(nbytes, live),
+        )
+        given = q, k, v, exchange, problem_of(2, 1 << 15), CALL, divide(8), False, False
+        monkeypatch.setattr(parts_over_peers, "attend_heads", attend_in_place)
+        AttentionInParts.apply(*given)
+        memory = exchange.memory
+        assert isinstance(memory, OrderedMemory) and exchange.last.size < memory.nbytes
+        with monkeypatch.context() as patch:
+            patch.setattr(parts_over_peers, "attend_heads", fail)
+            with pytest.raises(torch.OutOfMemoryError, match="no room"):
+                AttentionInParts.apply(*given)
+        assert memory.waits[-1] == ("main", "aside") and exchange.last == Region(0, memory.nbytes)
+        meetings = []
+        for _ in range(2):
+            before = memory.meetings
+            AttentionInParts.apply(*given)
+            meetings.append(memory.meetings - before)
+        # One more, before anything is written.
+        assert meetings == [5, 4]
 
 
 def test_storages_are_counted_until_nothing_holds_them() -> None:

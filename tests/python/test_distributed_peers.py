@@ -12,14 +12,20 @@ import pytest
 import torch
 
 from hopper_attention import compile_cache, flash_attn_fp8_func
-from hopper_attention.distributed import Machine, explain_context_parallel, parts_over_peers, ulysses
+from hopper_attention.distributed import (
+    Machine,
+    context_parallel_attention,
+    explain_context_parallel,
+    pushed,
+    ulysses,
+)
 from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.division import Division, HeadParts
 from hopper_attention.distributed.peers import SymmetricMemory, why_not
 from hopper_attention.distributed.pieces import Problem
 from hopper_attention.launch import backward
 from hopper_attention.quantized import Fp8Quantization
-from tests.python.distributed_ranks import Case, Pool, members
+from tests.python.distributed_ranks import DTYPE, Case, Pool, attend_by_peer_memory, error_of, groups, members
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.test_distributed import BUDGET, CAUSAL, ODD, compare, in_one_process, rows_of
 
@@ -69,17 +75,52 @@ AT_LEAST = [
     # Sinks, and heads of Q that take more than those of K and V, are for the ring, which writes to no files.
     (Case(2, "auto", LEAST, heads=(8, 8), batch=1, head_dim_v=16, has_sinks=True), 0),
     (Case(2, "auto", LEAST, heads=(16, 4), batch=1, head_dim_v=16), 0),
+    # Eleven parts are too many.
+    (Case(2, "auto", LEAST, heads=(22, 22), batch=1, head_dim_v=16), 0),
 ]
+
+
+def attend_with_small_buffers(case: Case, folder: str) -> tuple[dict[str, np.ndarray], int]:
+    """``attend_by_peer_memory`` where a buffer takes no more than is needed, for these shapes to keep to the aim."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pushed, "LEAST_BYTES", 1)
+        return attend_by_peer_memory(case, folder)
 
 
 def test_ulysses_in_parts_is_attention_of_the_whole(pool: Pool, tmp_path: Path) -> None:
     for number, (case, meetings) in enumerate((*IN_PARTS, *AT_LEAST)):
         folder = tmp_path / str(number)
         folder.mkdir()
-        in_parts = number < len(IN_PARTS)
-        found = pool(members(case.ranks), "attend_by_peer_memory", case, str(folder), in_parts)
+        run = ("attend_by_peer_memory", case, str(folder), True)
+        if number >= len(IN_PARTS):
+            run = ("test_distributed_peers.attend_with_small_buffers", case, str(folder))
+        found = pool(members(case.ranks), *run)
         compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
         assert [count for _, count in found] == [meetings] * len(found), case
+
+
+def attend_in_no_parts(what: str) -> str:
+    """What a call is refused with whose heads cannot go in parts."""
+    x, options = torch.zeros(1, 8, 4, 16, dtype=DTYPE), {"method": "ulysses", "memory": "least"}
+    calls = {
+        "sinks": lambda: context_parallel_attention(
+            x, x, x, groups()[2], sinks=torch.zeros(4, dtype=DTYPE), **options
+        ),
+        "cu_seqlens": lambda: context_parallel_attention(
+            x[0], x[0], x[0], groups()[2], cu_seqlens=(0, 16), **options
+        ),
+        "quantization": lambda: context_parallel_attention(
+            x, x, x, groups()[2], quantization=Fp8Quantization(), **options
+        ),
+    }
+    return error_of(calls[what])
+
+
+@pytest.mark.parametrize("what", ["sinks", "cu_seqlens", "quantization"])
+def test_what_heads_do_not_go_in_parts_with_is_refused(pool: Pool, what: str) -> None:
+    message = f"memory='least' with method='ulysses' is not implemented with {what}; use method='ring'"
+    for told in pool(2, "test_distributed_peers.attend_in_no_parts", what):
+        assert told.startswith(f"NotImplementedError: {message}")
 
 
 HALVES = HeadParts((2, 2), 2)
@@ -103,10 +144,11 @@ def test_heads_may_be_divided_in_any_way(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_parts_are_for_kernels_that_may_write_gradients_over_what_they_read(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     # Of wide heads two CTAs read a tile of keys.
     pretend(monkeypatch, backward)
+    request.addfinalizer(forget_launchers)
     monkeypatch.setattr(compile_cache, "get_backward", lambda config: None)
     problem = Problem(4, 1 << 11, 1 << 11, "zigzag", -1, 0)
     for head_dim, may_be in ((64, True), (128, True), (256, False)):
@@ -114,8 +156,6 @@ def test_parts_are_for_kernels_that_may_write_gradients_over_what_they_read(
         found = ulysses.parts_of((q, k, v), 4, problem, Call(1.0, 0.0, None, False, 0, True), True)
         assert (found is not None) == may_be, head_dim
         assert ulysses.parts_of((q, k, v), 4, problem, Call(1.0, 0.0, None, False, 0, True), False)
-    forget_launchers()
-    parts_over_peers._serves.cache_clear()
 
 
 @pytest.mark.parametrize("by_peer_memory", [True, False], ids=["peer memory", "messages"])

@@ -16,7 +16,7 @@ def test_the_first_example_of_a_page_is_timed(tmp_path: Path) -> None:
         (
             "import os, time",
             "folder = os.environ['HOPPER_ATTENTION_CACHE_DIR']",
-            "time.sleep(0.0 if os.path.isdir(folder) else 0.5)",
+            "time.sleep(0.0 if os.path.isdir(folder) else 2.0)",
             "os.makedirs(folder, exist_ok=True)",
         )
     )
@@ -29,7 +29,7 @@ def test_the_first_example_of_a_page_is_timed(tmp_path: Path) -> None:
     out = tmp_path / "first.json"
     paths = [str(tmp_path / f"{name}.md") for name in pages]
     good, bad = first_results.main([*paths, "--runs=1", f"--out={out}"])
-    assert good.cold_s > 0.5 > good.warm_s
+    assert good.cold_s - good.warm_s > 1.0
     assert bad.failed == "ZeroDivisionError: division by zero"
     assert [row["page"] for row in json.loads(out.read_text())["rows"]] == ["good.md", "bad.md"]
     with pytest.raises(ValueError, match=r"empty.md has no block of Python, allowed: pages with an example"):

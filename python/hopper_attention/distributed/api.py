@@ -32,7 +32,7 @@ from hopper_attention.distributed.auto import (
     transport_of,
     why_not_ulysses,
 )
-from hopper_attention.distributed.division import bytes_in_parts
+from hopper_attention.distributed.division import AUTO_PARTS, bytes_in_parts
 from hopper_attention.distributed.exchange import PeerError
 from hopper_attention.distributed.function import Passes, SharedAttention
 from hopper_attention.distributed.gather import gather_backward, gather_forward
@@ -143,8 +143,10 @@ def context_parallel_attention(
         memory: "auto": short shards are exchanged in the fastest way. "least": no more on a rank than two shards of K
             and V and the output, and dQ, dK and dV, at any length, some heads after the other: by ulysses where heads
             go over peer memory and keep to that, else by a ring; where there are too few heads for that, as little as
-            a ring can. With method "ulysses" heads that go over peer memory do so in parts, as little as these can.
-            Not with "all_gather" and meshes.
+            a ring can. LSEs, and a buffer that earlier calls made larger, are not counted. With method "ulysses" heads
+            go in parts over peer memory if they can, as little as these hold; messages, one key/value head a rank,
+            and, with gradients, more than 128 columns or a narrow window hold what all heads at once do; not with
+            sinks, documents and quantization. Not with "all_gather" and meshes.
 
     Returns:
         out (batch, rows, heads, head_dim_v) in the dtype of q, or (rows, heads, head_dim_v); with ``return_lse``,
@@ -294,7 +296,8 @@ def _method_of(request: Request, o: Options, tensors: tuple[Tensor, Tensor, Tens
 def _keeps_to_the_aim(request: Request, tensors: tuple[Tensor, Tensor, Tensor]) -> bool:
     """Whether heads in parts over peer memory hold no more than two shards of K and V and the output."""
     # As if there were a backward pass, for calls that are alike to take the same method.
-    if parts_of(tensors, request.ring.size, request.problem, request.call, True) is None:
+    parts = parts_of(tensors, request.ring.size, request.problem, request.call, True)
+    if parts is None or len(parts.backward.shares) > AUTO_PARTS:
         return False
     of_rank = request.sizes.of_rank(request.problem)
     held = bytes_in_parts(of_rank, request.ring.size)

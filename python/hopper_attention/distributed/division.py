@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from hopper_attention.distributed.pushed import HeadShare
+from hopper_attention.distributed.pushed import HeadShare, bytes_for
 from hopper_attention.distributed.schedule import RowBytes
 
 BACKWARD_PARTS = 4
 """Of a backward pass, or the next number that divides the heads."""
+
+AUTO_PARTS = 8
+"""The most of a backward pass that `method="auto"` takes: kernels on fewer heads are short, and were not measured."""
 
 REMEMBERED = 64
 
@@ -64,8 +67,8 @@ def divide(kv_heads: int) -> Division | None:
 
 
 def bytes_in_parts(sizes: RowBytes, ranks: int) -> int | None:
-    """What a rank holds at most in both passes, the buffer and the output among it, and without dQ, dK and dV; None
-    where the heads are too few for parts. LSEs are not counted."""
+    """What a rank holds at most in both passes, a buffer made for that and the output among it, and without dQ, dK and
+    dV; None where the heads are too few for parts. LSEs are not counted."""
     parts = divide(sizes.kv_heads // ranks)
     if parts is None:
         return None
@@ -76,4 +79,4 @@ def bytes_in_parts(sizes: RowBytes, ranks: int) -> int | None:
     of_backward = sum(backward.part(n).of(came + 2 * out) for n in range(backward.rooms))
     # In float32, which dQ is added up in.
     sums = backward.part(0).of(2 * q)
-    return max(room, of_backward) + out + sums
+    return bytes_for(max(room, of_backward)) + out + sums

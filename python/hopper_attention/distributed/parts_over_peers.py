@@ -122,17 +122,33 @@ class PartedExchange:
     ) -> list[Tensor]:
         """The results as rows. All ranks call it with tensors alike; the buffer gets as many bytes as ``reserve``
         says, at least."""
-        exchange, rooms, count = self.exchange, self.parts.rooms, len(self.parts.shares)
+        exchange, rooms = self.exchange, self.parts.rooms
         rows = [x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in rows]
         exchange.memory.begin()
         plans = self._plans_of(rows, reserve)
         memory = exchange.memory
         began = memory.mark()
-        with memory.aside():
-            memory.after(began)
-            exchange.keep_off(plans[0].region)
-            ready = [self._bring(plan, rows) for plan in plans[:rooms]]
-        found: list[Tensor] = []
+        try:
+            with memory.aside():
+                memory.after(began)
+                exchange.keep_off(plans[0].region)
+                # Until the end, or for good where a part fails: the next exchange keeps off all rooms.
+                exchange.last = Region(0, memory.nbytes)
+                ready = [self._bring(plan, rows) for plan in plans[:rooms]]
+            found = self._take_turns(plans, rows, ready, attend)
+        finally:
+            # Copies read rows that may be freed next.
+            with memory.aside():
+                ended = memory.mark()
+            memory.after(ended)
+        exchange.leave(plans[-1].region)
+        return found
+
+    def _take_turns(
+        self, plans: Sequence[PartPlan], rows: Sequence[Tensor], ready: list[Any], attend: Attend
+    ) -> list[Tensor]:
+        """The results, which go aside, of parts of which the first are ``ready`` or on their way."""
+        memory, found = self.exchange.memory, []
         for number, plan in enumerate(plans):
             memory.after(ready[number])
             memory.give_head_start()
@@ -146,15 +162,13 @@ class PartedExchange:
                 memory.meet()
                 begun = memory.mark()
                 plan.go.read(found)
-                if len(ready) < count:
+                if len(ready) < len(plans):
                     # The room is free when all have read of it.
                     memory.meet()
                     begun = memory.mark()
                     ready.append(self._bring(plans[len(ready)], rows))
-                ended = memory.mark()
             # Copies that have begun keep their SMs beside the next attention.
-            memory.after(ended if number + 1 == count else begun)
-        exchange.leave(plans[-1].region)
+            memory.after(begun)
         return found
 
     def _bring(self, plan: PartPlan, rows: Sequence[Tensor]) -> Any:

@@ -50,11 +50,10 @@ CTAS = 192
 """That write an exchange together. On four H200 as many as there are tiles took a fifth longer, and 24 as long."""
 
 FEW_CTAS = 24
-"""The same beside attention, which gets the other SMs: so many keep the links of a GPU busy, however many peers share
-them. On two H200 16 and 40 took as long, as far as rounds differ."""
+"""About so many beside attention, which gets the other SMs: there is one for each copy of a launch, and else they are
+shared out evenly. They keep the links of a GPU busy. On two H200 16 and 40 took as long, as far as rounds differ."""
 
 Shape = tuple[int, ...]
-
 
 Launches = tuple[tuple[CopiesLauncher, tuple[int, ...], tuple[Any, ...]], ...]
 """Of a kernel, for which tensors, and what it takes behind them."""

@@ -155,6 +155,8 @@ def make_request(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Me
             f"memory is {LEAST!r} and method {o.method!r}, with a mesh of {1 + len(inner)} dimensions, allowed: "
             f"{RING!r}, {ULYSSES!r} and {AUTO!r} on a group or a mesh of 1; the others hold what they have to"
         )
+    if is_least and o.method == ULYSSES:
+        _check_parts(sinks, problem, o)
     call = Call(scale, float(o.softcap), o.backend, bool(o.deterministic), o.sm_margin, is_least)
     for ranks in (ring, *inner):
         _check_agreement(ranks, (q, k, v), sinks, problem, call, o)
@@ -193,6 +195,21 @@ def _check_fp8(problem: Problem, o: Options, wants_gradient: bool) -> None:
             raise NotImplementedError(
                 f"quantization goes with the ring and ulysses, causal or not, forward only, and not with {name}; use "
                 "quantization=None, which sends 16 bits"
+            )
+
+
+def _check_parts(sinks: Tensor | None, problem: Problem, o: Options) -> None:
+    """Raise for what heads do not go in parts with."""
+    given = {
+        "sinks": sinks is not None,
+        "cu_seqlens": bool(problem.documents),
+        "quantization": o.quantization is not None,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise NotImplementedError(
+                f"memory={LEAST!r} with method={ULYSSES!r} is not implemented with {name}; use method={RING!r} or "
+                f"{AUTO!r}, or memory={AUTO!r}"
             )
 
 
