@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from cute_kernels.addition.config import PARTS, AdditionConfig
@@ -78,10 +79,12 @@ def compile_for_ranks(dtype: str, head_dim: int) -> None:
 
 
 def compile_together(configs: Sequence[Any]) -> None:
-    # Processes that would only find what there is take long to begin.
-    cached = {path.name for path in compile_cache.cached_kernels()}
-    missing = [c for c in configs if f"{c.name}{compile_cache.SUFFIX}" not in cached]
-    results = compile_cache.compile_all(tuple(missing), min(os.cpu_count() or 1, 16)) if missing else ()
+    """Compile what is missing, once: of several test processes the first does, and the others find it."""
+    with FileLock(compile_cache.cache_dir() / "gpu_tests.lock"):
+        # Processes that would only find what there is take long to begin.
+        cached = {path.name for path in compile_cache.cached_kernels()}
+        missing = [c for c in configs if f"{c.name}{compile_cache.SUFFIX}" not in cached]
+        results = compile_cache.compile_all(tuple(missing), min(os.cpu_count() or 1, 16)) if missing else ()
     assert {result.config.name: result.error for result in results if result.error} == {}
 
 
