@@ -498,11 +498,12 @@ def test_what_ulysses_holds_in_parts_is_as_the_page_says(monkeypatch: pytest.Mon
 
 
 class OrderedMemory(BareMemory):
-    """Buffers that say what waits for what: marks, by the side that they are of."""
+    """Buffers that say what waits for what: marks, by the side that they are of and their number."""
 
     def __init__(self, nbytes: int, memory: LiveBytes) -> None:
         super().__init__(nbytes, memory)
-        self.side, self.waits = "main", list[tuple[str, str]]()
+        self.side, self.marks = "main", 0
+        self.waits: list[tuple[str, tuple[str, int]]] = []
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -513,7 +514,8 @@ class OrderedMemory(BareMemory):
             self.side = "main"
 
     def mark(self) -> Any:
-        return self.side
+        self.marks += 1
+        return self.side, self.marks
 
     def after(self, mark: Any) -> None:
         self.waits.append((self.side, mark))
@@ -539,7 +541,9 @@ def test_a_part_that_fails_is_waited_for_and_kept_off(monkeypatch: pytest.Monkey
             patch.setattr(parts_over_peers, "attend_heads", fail)
             with pytest.raises(torch.OutOfMemoryError, match="no room"):
                 AttentionInParts.apply(*given)
-        assert memory.waits[-1] == ("main", "aside") and exchange.last == Region(0, memory.nbytes)
+        assert memory.waits[-1] == ("main", ("aside", memory.marks)) and exchange.last == Region(
+            0, memory.nbytes
+        )
         meetings = []
         for _ in range(2):
             before = memory.meetings
