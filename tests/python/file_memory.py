@@ -19,30 +19,11 @@ from hopper_attention.distributed.peers import PeerMemory
 from hopper_attention.launch.copies import CopiesLauncher
 
 
-class FileMemory(PeerMemory):
-    """Files that all ranks map, in place of memory of GPUs. Ranks are late at random, once they have met."""
-
-    def __init__(self, ranks: Ranks, folder: str, nbytes: int) -> None:
-        self.ranks = ranks
-        self.nbytes = nbytes
-        name = "-".join(map(str, [*dist.get_process_group_ranks(ranks.group), nbytes]))
-        paths = [Path(folder) / f"{name}-of-{rank}" for rank in range(ranks.size)]
-        paths[ranks.rank].write_bytes(bytes(nbytes))
-        dist.barrier(ranks.group)
-        self.buffers = [
-            torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths
-        ]
-
-    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-        room = self.buffers[rank][offset : offset + math.prod(shape) * dtype.itemsize]
-        return room.view(dtype).view(shape)
+class MemoryWithoutStreams(PeerMemory):
+    """Of a CPU, where what is launched has been done."""
 
     def begin(self) -> None:
         pass
-
-    def meet(self) -> None:
-        dist.barrier(self.ranks.group)
-        time.sleep(random.uniform(0, 2e-3))
 
     def copy_aside(self, x: Tensor) -> Tensor:
         return x.clone()
@@ -61,6 +42,29 @@ class FileMemory(PeerMemory):
 
     def give_head_start(self) -> None:
         pass
+
+
+class FileMemory(MemoryWithoutStreams):
+    """Files that all ranks map, in place of memory of GPUs. Ranks are late at random, once they have met."""
+
+    def __init__(self, ranks: Ranks, folder: str, nbytes: int) -> None:
+        self.ranks = ranks
+        self.nbytes = nbytes
+        name = "-".join(map(str, [*dist.get_process_group_ranks(ranks.group), nbytes]))
+        paths = [Path(folder) / f"{name}-of-{rank}" for rank in range(ranks.size)]
+        paths[ranks.rank].write_bytes(bytes(nbytes))
+        dist.barrier(ranks.group)
+        self.buffers = [
+            torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8) for path in paths
+        ]
+
+    def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+        room = self.buffers[rank][offset : offset + math.prod(shape) * dtype.itemsize]
+        return room.view(dtype).view(shape)
+
+    def meet(self) -> None:
+        dist.barrier(self.ranks.group)
+        time.sleep(random.uniform(0, 2e-3))
 
 
 def copies_by_torch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -52,6 +52,7 @@ from hopper_attention.quantized import (
     TransposedV,
 )
 from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.file_memory import MemoryWithoutStreams
 from tests.python.live_bytes import LiveBytes
 
 HEAD_DIM = 128
@@ -338,7 +339,7 @@ def test_what_is_posted_and_launched_is_as_the_page_says(
     assert table_of_the_page("counts") == rows
 
 
-class BareMemory(PeerMemory):
+class BareMemory(MemoryWithoutStreams):
     """Buffers of a size and without elements."""
 
     def __init__(self, nbytes: int, memory: LiveBytes) -> None:
@@ -350,29 +351,8 @@ class BareMemory(PeerMemory):
     def view(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
         return self.buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def begin(self) -> None:
-        pass
-
     def meet(self) -> None:
         self.meetings += 1
-
-    def copy_aside(self, x: Tensor) -> Tensor:
-        return x.clone()
-
-    def wait(self) -> None:
-        pass
-
-    def aside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def mark(self) -> None:
-        pass
-
-    def after(self, mark: None) -> None:
-        pass
-
-    def give_head_start(self) -> None:
-        pass
 
 
 class UlyssesBytes(NamedTuple):
