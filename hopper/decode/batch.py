@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.integers import ceil_div, maximum, minimum
+from cute_kernels.integers import ceil_div, divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.problem import VARLEN
 from cute_kernels.seqlen import SeqlenInfo
@@ -89,6 +89,12 @@ class CacheBatch(LoopInvariant):
         for first in cutlass.range(0, self.batch, LANES, unroll=1):
             units += self.units(first + lane)
         return cute.arch.warp_reduction_sum(units)
+
+    def tile_at(self, number: Int32) -> tuple[Int32, Int32]:
+        """The sequence and number of a tile among those of all sequences, which have as many as each other."""
+        tiles = self.tiles(self.seqlens(Int32(0)))
+        sequence = divide(number, tiles)
+        return sequence, number - sequence * tiles
 
     @cute.jit
     def units_before(self, sequence: Int32, lane: Int32) -> Int32:

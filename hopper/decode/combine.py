@@ -7,14 +7,14 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cute_kernels.fast_math import exp2, pack
+from cute_kernels.fast_math import exp2
 from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.problem import VARLEN
 from cute_kernels.softmax import LEAST
 from hopper.decode.config import DecodeConfig
 from hopper.decode.operands import Work
-from hopper.decode.results import PartialResults, RowSum
+from hopper.decode.results import PartialResults, RowSum, store_columns
 from hopper.decode.rows import TileRows
 
 COLUMNS = 4
@@ -165,15 +165,10 @@ class Combine(LoopInvariant):
             rounded = rounded * old + of_warp[COLUMNS + 2] * new
             for e in cutlass.range_constexpr(COLUMNS):
                 o[e] = o[e] * old + of_warp[e] * new
-        row_sum = RowSum(shift, total, rounded).with_sink(self.sinks, rows.place(row)[1])
-        inverse = row_sum.inverse(shift) * rows.factor(self.factors)
-        target = rows.of(self.mO, row)
-        if column < target.shape[0]:
-            words = cute.recast_tensor(target, Int32)
-            for e in cutlass.range_constexpr(0, COLUMNS, 2):
-                words[(column + e) // 2] = pack(o[e] * inverse, o[e + 1] * inverse, self.mO.element_type)
-        if column == 0:
-            rows.lse_of(self.mLSE, row)[0] = row_sum.lse()
+        outputs = self.mO, self.mLSE, self.sinks, self.factors
+        store_columns(
+            outputs, rows, row, column, [o[e] for e in range(COLUMNS)], RowSum(shift, total, rounded)
+        )
 
 
 def load_4(pointer: cute.Pointer) -> cute.Tensor:

@@ -39,6 +39,10 @@ HEAD_DIMS = (64, 128, 192, 256)
 COMBINE_BYTES = 12_288
 """Shared memory that is left to the CTAs which put parts together, so that they may wait where this kernel runs."""
 
+MOST_OF_CLUSTER = 16
+"""CTAs that may put a tile together. More than 8 is more than a GPU has to offer; those of sm_90 have as many in all
+GPCs but small ones."""
+
 PARTS_PER_CTA = 2
 """Partial results that a CTA leaves at most: of the tile that it begins in the middle of, and of the one that it leaves
 unfinished."""
@@ -58,8 +62,10 @@ class DecodeConfig:
     two each (``SwappedConsumer``). Else it comes to ``raw_stages`` stages of its own, and two warpgroups widen it to
     float16, which holds every e4m3 number as it is. An empty ``cache_dtype`` is ``dtype``. With ``e4m3_queries`` Q is
     of e4m3 too, and ``dtype`` that of O. With ``row_scales`` each key of such a cache has a scale of its own, and each
-    value; else a sequence has one for each K/V head. ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are
-    as in ``ForwardConfig``.
+    value; else a sequence has one for each K/V head. With
+    a ``cluster`` of several CTAs a launch has one for each tile, whose keys they share and which they put together
+    themselves (``ClusterParts``), so that there is no second kernel.
+    ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in ``ForwardConfig``.
     """
 
     dtype: str
@@ -82,6 +88,7 @@ class DecodeConfig:
     raw_stages: int = 0
     e4m3_queries: bool = False
     row_scales: bool = False
+    cluster: int = 1
 
     @property
     def is_swapped(self) -> bool:
@@ -153,6 +160,7 @@ class DecodeConfig:
         columns = self.tile_n * (self.head_dim + self.head_dim_v)
         others = swapped_bytes(self.tile_m, self.head_dim, self.tile_n) if self.is_swapped else 0
         others += self.stages * scale_bytes(self.tile_n) if self.row_scales else 0
+        others += cluster_bytes(self.tile_m, self.head_dim_v, self.cluster)
         return columns * (self.stages * self.element_bytes + self.raw_stages) + BARRIER_BYTES + others
 
     @property
@@ -174,6 +182,7 @@ class DecodeConfig:
         parts += [f"e4m3cache{self.raw_stages}"] if self.cache_dtype else []
         parts += ["e4m3queries"] if self.e4m3_queries else []
         parts += ["rowscales"] if self.row_scales else []
+        parts += [f"c{self.cluster}"] if self.cluster > 1 else []
         parts += [] if self.layout == DENSE else [self.layout]
         parts += [name for name in ("window", "chunk", "leftpad", "softcap", "sinks") if getattr(self, name)]
         return "_".join(parts)
@@ -210,8 +219,20 @@ def validate_decode_config(config: DecodeConfig) -> None:
         raise ValueError(f"row_scales is True with tile_m {c.tile_m}, allowed: False")
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
+    if not 1 <= c.cluster <= MOST_OF_CLUSTER:
+        raise ValueError(f"cluster is {c.cluster}, allowed: 1 to {MOST_OF_CLUSTER}")
+    if c.cluster > 1 and not takes_clusters(c):
+        raise ValueError(
+            f"cluster is {c.cluster}, allowed: 1 with packed queries, limited splits, two consumers or widened keys"
+        )
     if c.smem_bytes > SMEM_BYTES:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+
+
+def takes_clusters(config: DecodeConfig) -> bool:
+    """Whether tiles may be those of clusters in the kernel of a config."""
+    c = config
+    return c.layout == DENSE and not c.limits_splits and not c.is_widened and c.consumers == 1
 
 
 WIDE_STAGES = 2
@@ -246,6 +267,17 @@ def swapped_bytes(tile_m: int, head_dim: int, tile_n: int) -> int:
 def scale_bytes(tile_n: int) -> int:
     """Shared memory for the scales of a stage of K and of V."""
     return 2 * 4 * tile_n
+
+
+def cluster_columns(head_dim_v: int, cluster: int) -> int:
+    """Columns of O that a CTA of a cluster puts together: pairs, of which the last CTA may have fewer, or none."""
+    return 2 * -(-head_dim_v // (2 * cluster))
+
+
+def cluster_bytes(tile_m: int, head_dim_v: int, cluster: int) -> int:
+    """Shared memory for the columns of a tile that a CTA of a cluster puts together, and for three sums of each row,
+    from each CTA; none without a cluster."""
+    return 4 * tile_m * cluster * (cluster_columns(head_dim_v, cluster) + 3) if cluster > 1 else 0
 
 
 def allowed_tile_m(dtype: str, cache_dtype: str, columns: int) -> tuple[int, ...]:
@@ -307,6 +339,9 @@ def select_decode_config(
         return None
     columns, raw_stages = tile_n * (d + dv), 0
     room = SMEM_BYTES - BARRIER_BYTES - COMBINE_BYTES
+    if others.get("cluster", 1) > 1:
+        # There is no other kernel to leave room to.
+        room += COMBINE_BYTES - cluster_bytes(tile_m, dv, others["cluster"])
     stages = room // (2 * columns)
     if tile_m in SWAPPED_TILE_M:
         of_stage = columns + (scale_bytes(tile_n) if others.get("row_scales") else 0)

@@ -1,5 +1,7 @@
 """The Hopper decode kernel: few queries, many keys, which lie in a cache."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
@@ -10,14 +12,16 @@ from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTma
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.integers import divide
+from cute_kernels.integers import divide, minimum
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
 from hopper.config import WARPGROUP_ROWS
+from hopper.decode.cluster_parts import ClusterParts
 from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
 from hopper.decode.config import (
     PRODUCER_WARPS,
     DecodeConfig,
+    cluster_bytes,
     validate_decode_config,
 )
 from hopper.decode.consumer import Consumer
@@ -26,7 +30,8 @@ from hopper.decode.producer import Producer
 from hopper.decode.results import PartialResults, Results
 from hopper.decode.row_scales import LANES as LANES_OF_SCALES
 from hopper.decode.row_scales import RowScales
-from hopper.decode.rows import TileRows
+from hopper.decode.rows import HeadRows, TileRows
+from hopper.decode.schedule import TileParts
 from hopper.decode.softmax import RowSoftmax
 from hopper.decode.swapped_consumer import SwappedConsumer
 from hopper.decode.widener import Widener
@@ -109,7 +114,6 @@ class DecodeKernel:
         """
         c = self.config
         caps = (softcap,) if const_expr(c.softcap) else ()
-        is_packed = c.layout == VARLEN
         atoms, caches = [], []
         for cache, columns in ((mK, c.head_dim), (mV, c.head_dim_v)):
             view = cute.make_tensor(cache.iterator, cute.select(cache.layout, mode=[1, 3, 2, 0]))
@@ -148,12 +152,21 @@ class DecodeKernel:
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
+            cluster=(c.cluster, 1, 1) if const_expr(c.cluster > 1) else None,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
         )
+        if const_expr(c.cluster == 1):
+            self._launch_combine(mQ, mK, lists, outputs, num_ctas, stream)
+
+    @cute.jit
+    def _launch_combine(
+        self, mQ: cute.Tensor, mK: cute.Tensor, lists: CacheLists, outputs: Outputs, num_ctas: Int32, stream
+    ):
+        c = self.config
         ctas, rows = num_ctas, Int32(c.tile_m)
-        if const_expr(not is_packed):
+        if const_expr(c.layout != VARLEN):
             of_head = mQ.shape[1] * (mQ.shape[2] // mK.shape[2])
             ctas = cutlass.min(num_ctas, tiles_of(mQ.shape[0] * mK.shape[2], of_head, c.tile_m))
             rows = cutlass.min(of_head, rows)
@@ -187,6 +200,9 @@ class DecodeKernel:
         if warp == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
+        if const_expr(c.cluster > 1):
+            # No CTA sends to another one before that has started.
+            cute.arch.cluster_arrive_relaxed()
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
         wide, raw = self._keys(storage, atoms, caches, row_scales)
         cute.arch.mbarrier_init_fence()
@@ -198,7 +214,7 @@ class DecodeKernel:
         cute.arch.griddepcontrol_launch_dependents()
         page_size = caches[0].shape[0]
         cta = cute.arch.block_idx()[0]
-        work = lists.work(c, mQ, cta, cute.arch.grid_dim()[0], lane)
+        work = lists.work(c, mQ, cta, cute.arch.grid_dim()[0], lane, c.cluster)
         first_producer = c.threads // cute.arch.WARP_SIZE - (
             WARPS_PER_WARPGROUP if const_expr(c.registers) else PRODUCER_WARPS
         )
@@ -209,6 +225,10 @@ class DecodeKernel:
                 Producer(c, work, raw[0], table, page_size, lane).run()
             elif warp == first_producer + 1:
                 Producer(c, work, raw[1], table, page_size, lane).run()
+            if const_expr(c.cluster > 1):
+                # As consumers do.
+                cute.arch.cluster_wait()
+                cute.arch.cluster_arrive()
         elif warp >= c.consumers * WARPS_PER_WARPGROUP:
             if const_expr(c.is_widened):
                 cute.arch.setmaxregister_decrease(c.registers["widener"])
@@ -228,8 +248,11 @@ class DecodeKernel:
                 softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
                 consumer = Consumer(c, self._tiled_mmas(), *wide, softmax, softcaps, thread)
             parts = PartialResults(c, outputs.parts)
-            results = Results(c, outputs.o, outputs.lse, outputs.sinks, outputs.factors, parts, cta)
-            self._consume(work, consumer, results, mQ, lane, scale_log2, score_factors)
+            results = Results(c, outputs.o, outputs.lse, outputs.sinks, outputs.factors, parts, work.cta)
+            shared = ()
+            if const_expr(c.cluster > 1):
+                shared = (ClusterParts.of(c, storage.cluster_parts, work.cta),)
+            self._consume(work, consumer, (results, shared), mQ, lane, scale_log2, score_factors)
 
     @cute.kernel
     def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
@@ -257,14 +280,15 @@ class DecodeKernel:
         self,
         work: Work,
         consumer: Consumer | SwappedConsumer,
-        results: Results,
+        targets: tuple,
         mQ: cute.Tensor,
         lane: Int32,
         scale_log2: Float32,
         score_factors: tuple,
     ):
-        """Every tile of which this CTA has a part."""
+        """Every tile of which this CTA has a part. ``targets`` are the results, and what the cluster puts together."""
         c = self.config
+        results, shared = targets
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         sequence, tile, start, piece_end = work.first_tile(lane)
         while start < piece_end:
@@ -277,15 +301,31 @@ class DecodeKernel:
             first_row = (tile - head * row_tiles) * c.tile_m
             rows = consumer.rows_of(TileRows(seqlens, first_row, head, work.batch.group))
             if first >= end:
-                results.leave_nothing(rows)
+                if const_expr(c.cluster == 1):
+                    results.leave_nothing(rows)
             else:
                 consumer.load_queries(mQ, rows, scale_log2 * rows.tile.factor(score_factors))
                 mask = consumer.mask_of(work.batch.window, rows)
                 edges = blocks.left_masked_end, blocks.unmasked_end
                 state = consumer.attend(mask, edges, blocks.begin + first, blocks.begin + end, state)
-                results.leave(consumer, rows, parts)
+                if const_expr(c.cluster == 1):
+                    results.leave(consumer, rows, parts)
+            if const_expr(c.cluster > 1):
+                self._put_together(consumer, shared[0], rows, parts, results.outputs)
             start += blocks.count
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
+
+    @cute.jit
+    def _put_together(
+        self, consumer: Any, shared: ClusterParts, rows: HeadRows, parts: TileParts, outputs: tuple
+    ):
+        """The tile of a cluster, of which this CTA may have no key."""
+        cute.arch.cluster_wait()
+        if parts.begin(shared.rank) < parts.begin(shared.rank + 1):
+            shared.send(consumer, rows)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        shared.add_up(rows.tile, minimum(parts.blocks, self.config.cluster), consumer.thread, outputs)
 
     def _keys(self, storage, atoms: tuple, caches: tuple, row_scales: tuple) -> tuple[tuple, tuple]:
         """K and V as they are multiplied, and as they come."""
@@ -343,6 +383,7 @@ class DecodeKernel:
     def _shared_storage(self) -> type:
         c = self.config
         columns_k, columns_v = c.tile_n * c.head_dim, c.tile_n * c.head_dim_v
+        of_cluster = cluster_bytes(c.tile_m, c.head_dim_v, c.cluster) // 4
         swapped, scaled = int(c.is_swapped), int(c.row_scales) * c.stages * c.tile_n
 
         @cute.struct
@@ -362,6 +403,7 @@ class DecodeKernel:
             exchange: cute.struct.MemRange[Float32, swapped * WARPS_PER_WARPGROUP * c.tile_m]
             sKscales: cute.struct.MemRange[Float32, scaled]
             sVscales: cute.struct.MemRange[Float32, scaled]
+            cluster_parts: cute.struct.Align[cute.struct.MemRange[Float32, of_cluster], 16]
 
         return SharedStorage
 

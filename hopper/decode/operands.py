@@ -90,21 +90,31 @@ class RawKeys(LoopInvariant):
 
 @dataclass(frozen=True)
 class Work(LoopInvariant):
-    """What there is to do, and the part of this CTA. No tile has more than ``max_splits`` parts, unless it is None."""
+    """What there is to do, and the part of this CTA. No tile has more than ``max_splits`` parts, unless it is None.
+
+    ``own`` is empty, or has the sequence and number of the tile of a cluster: its blocks alone are the row that is cut
+    then, for the CTAs of the cluster, and ``cta`` is the number of this one among them.
+    """
 
     batch: CacheBatch
     pieces: Pieces
     max_splits: Int32 | None
     cta: Int32
+    own: tuple[Int32, ...] = ()
 
     def parts(self, start: Int32, blocks: Any) -> TileParts:
         """Of the tile whose blocks begin at ``start``."""
         return TileParts.of(self.pieces, start, blocks, self.max_splits)
 
-    @cute.jit
     def first_tile(self, lane: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         """The sequence and number of the tile in which this CTA begins, the first block of that tile, and the block
         behind the last of this CTA. For the lanes of a warp."""
+        if self.own:
+            return *self.own, Int32(0), self.pieces.begin(self.cta + 1)
+        return self._find_first_tile(lane)
+
+    @cute.jit
+    def _find_first_tile(self, lane: Int32) -> tuple[Int32, Int32, Int32, Int32]:
         unit, end = self.pieces.begin(self.cta), self.pieces.begin(self.cta + 1)
         sequence, start = self.batch.locate(unit, lane)
         tile = Int32(0)
@@ -152,8 +162,16 @@ class CacheLists(NamedTuple):
             sides_of(config, *sides),
         )
 
-    def work(self, config: DecodeConfig, mQ: cute.Tensor, cta: Int32, ctas: Int32, lane: Int32) -> Work:
-        """The work of one CTA of so many."""
+    def work(
+        self,
+        config: DecodeConfig,
+        mQ: cute.Tensor,
+        cta: Int32,
+        ctas: Int32,
+        lane: Int32,
+        cluster: int = 1,
+    ) -> Work:
+        """The work of one CTA of so many, in clusters that have a tile each, where they have several CTAs."""
         queries, heads = mQ.shape[0 if config.layout == VARLEN else 1], mQ.shape[len(mQ.shape) - 2]
         batch = CacheBatch(
             config,
@@ -167,4 +185,8 @@ class CacheLists(NamedTuple):
             divide(heads, self.kv_heads),
         )
         max_splits = self.max_splits[0] if self.max_splits else None
-        return Work(batch, Pieces(batch.all_units(lane), ctas), max_splits, cta)
+        if cluster == 1:
+            return Work(batch, Pieces(batch.all_units(lane), ctas), max_splits, cta)
+        own = batch.tile_at(divide(cta, cluster))
+        blocks = batch.blocks(batch.seqlens(own[0])).count
+        return Work(batch, Pieces(blocks, cluster), max_splits, cta % cluster, own)

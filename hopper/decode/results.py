@@ -12,7 +12,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import LN_2
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.decode.consumer import Consumer
-from hopper.decode.rows import HeadRows
+from hopper.decode.rows import HeadRows, TileRows
 from hopper.decode.schedule import TileParts
 
 LOG2_E = math.log2(math.e)
@@ -49,6 +49,22 @@ class RowSum(LoopInvariant):
         """What O is multiplied by whose exponents are measured from ``shift``; 0 for a row without keys."""
         factor = exp2(shift - self.shift) * cute.arch.rcp_approx(self.rounded)
         return Float32(0.0) if self.total == Float32(0.0) else factor
+
+
+@cute.jit
+def store_columns(outputs: tuple, rows: TileRows, row: Int32, column: Int32, o: list, of_keys: RowSum):
+    """Some neighbouring columns of a row of O, which ``of_keys`` belongs to, and by the first one the LSE of the row.
+    ``outputs`` are O, LSE, sinks and factors, as ``Results`` has them."""
+    mO, mLSE, sinks, factors = outputs
+    row_sum = of_keys.with_sink(sinks, rows.place(row)[1])
+    inverse = row_sum.inverse(of_keys.shift) * rows.factor(factors)
+    target = rows.of(mO, row)
+    if column < target.shape[0]:
+        words = cute.recast_tensor(target, Int32)
+        for e in cutlass.range_constexpr(0, len(o), 2):
+            words[(column + e) // 2] = pack(o[e] * inverse, o[e + 1] * inverse, mO.element_type)
+    if column == 0:
+        rows.lse_of(mLSE, row)[0] = row_sum.lse()
 
 
 @dataclass(frozen=True)
@@ -90,6 +106,11 @@ class Results(LoopInvariant):
     factors: tuple[cute.Tensor, ...]
     parts: PartialResults
     cta: Int32
+
+    @property
+    def outputs(self) -> tuple:
+        """As ``store_columns`` has them."""
+        return self.mO, self.mLSE, self.sinks, self.factors
 
     @cute.jit
     def leave(self, consumer: Consumer, rows: HeadRows, parts: TileParts):

@@ -11,6 +11,7 @@ from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE
 from cute_kernels.integers import divide, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
+from hopper.config import WARPGROUP_THREADS
 from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
 
 
@@ -78,6 +79,11 @@ class HeadRows(LoopInvariant):
         """Whether this thread speaks for its rows: one of those that have them does."""
         return self.lane % LANES_PER_ROW == 0
 
+    @property
+    def place(self) -> tuple[Any, int]:
+        """The number of this thread among those that have the same rows, and how many these are."""
+        return self.lane % LANES_PER_ROW, LANES_PER_ROW
+
     def levels(self) -> tuple[Int32, ...]:
         """The keys that they are level with."""
         shift = self.tile.seqlens.seqlen_k - self.tile.seqlens.seqlen_q
@@ -95,6 +101,10 @@ class SwappedRows(HeadRows):
     @property
     def leads(self) -> Any:
         return self.warp * 32 + self.lane < LANES_PER_ROW
+
+    @property
+    def place(self) -> tuple[Any, int]:
+        return (self.warp * 32 + self.lane) // LANES_PER_ROW, WARPGROUP_THREADS // LANES_PER_ROW
 
 
 def swapped_row(lane: Int32, r: int) -> Int32:

@@ -13,13 +13,18 @@ from hopper.decode.config import (
     DecodeConfig,
     box_rows_of,
     select_decode_config,
+    takes_clusters,
     tile_m_of,
     tile_n_of,
 )
 from hopper_attention.backends import Target
 from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.driver import most_clusters
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.layout import Repair, repair_for
+
+CLUSTER_CTAS = 64
+"""That clusters have together, at most; with three quarters of them or fewer there are none."""
 
 CTA_STEP = 16
 """Pieces are a multiple of it, where there are so many. So heads of a sequence, of which there are 2, 4, 8 or 16 as a
@@ -71,8 +76,8 @@ def why_not_boxes(call: CacheCall, box_rows: int | None) -> str:
     return ""
 
 
-def select_decode(call: CacheCall) -> DecodeConfig:
-    """The config for a call that ``why_not_decode`` has nothing against."""
+def select_decode(call: CacheCall, cluster: int = 1) -> DecodeConfig:
+    """The config for a call that ``why_not_decode`` has nothing against, with clusters of so many CTAs."""
     shape = call.shape
     config = select_decode_config(
         str(shape.out_dtype).removeprefix("torch."),
@@ -84,8 +89,31 @@ def select_decode(call: CacheCall) -> DecodeConfig:
         cache_dtype=_cache_dtype(call),
         e4m3_queries=shape.dtype == FP8_DTYPE,
         row_scales=shape.has_scales_of_rows,
+        cluster=cluster,
     )
     assert config is not None
+    return config
+
+
+CLUSTERS = {8: 2, 2: 32}
+"""CTAs of a cluster for each tile, and the most key blocks that one of them may have: measured with 8 and with 32
+tiles (``decode_clusters_83dc9f9.json``). These are 64 CTAs, which read longer caches
+more slowly than all SMs do by more than a second kernel takes."""
+
+
+def serving_config(call: CacheCall) -> DecodeConfig:
+    """The config of the kernel that serves a call: ``select_decode``, with clusters where these are faster and the GPU
+    has room for those of all tiles at once."""
+    shape, config = call.shape, select_decode(call)
+    is_alone = shape.batch == 1 and shape.device.type == "cuda" and not call.sm_margin
+    if not is_alone or not takes_clusters(config):
+        return config
+    tiles = shape.kv_heads * -(-shape.rows_a_kv_head // config.tile_m)
+    for cluster, blocks in CLUSTERS.items():
+        is_wide = CLUSTER_CTAS * 3 // 4 < tiles * cluster <= CLUSTER_CTAS
+        is_short = shape.capacity <= blocks * cluster * config.tile_n
+        if is_wide and is_short and most_clusters(shape.device.index or 0, cluster) >= tiles:
+            return select_decode(call, cluster)
     return config
 
 

@@ -11,7 +11,7 @@ from hopper.decode.config import DecodeConfig
 from hopper.forward.tilings import END_TO_END
 from hopper.mla.config import MlaConfig
 from hopper_attention.backends import Choice, Target
-from hopper_attention.decode_rules import select_decode, why_not_decode
+from hopper_attention.decode_rules import serving_config, why_not_decode
 from hopper_attention.forward_rules import Config, ReferenceConfig, choose_for, select_for, takes_wide_values
 from hopper_attention.forward_rules import why_not_paged as why_no_paged_kernel
 from hopper_attention.kvcache_checks import CacheCall
@@ -104,7 +104,7 @@ def why_not_decode_kernel(call: CacheCall, target: Target, backend: str) -> str:
 def select_decode_kernel(call: CacheCall, target: Target, backend: str) -> Selection:
     """The decode kernel."""
     problem = replace(_general_problem(call), is_packed=call.shape.is_packed_q)
-    return Selection(problem, select_decode(call))
+    return Selection(problem, serving_config(call))
 
 
 def select_mla_kernel(call: CacheCall, target: Target, backend: str) -> Selection:

@@ -66,12 +66,12 @@ class Launch:
 
 
 @kept
-def programs_of(config: DecodeConfig | MlaConfig) -> tuple[Program, Program]:
-    """Of the kernel, and of the one that puts parts together."""
-    entries = ptx_of(config).split(ENTRY)[1:]
-    combine, kernel = sorted(entries)
-    assert combine.startswith("kernel_cutlass_combine_") and kernel.startswith("kernel_cutlass_kernel_")
-    return parse(kernel), parse(combine)
+def programs_of(config: DecodeConfig | MlaConfig) -> tuple[Program, ...]:
+    """Of the kernel, and of the one that puts parts together, if there is one."""
+    entries = sorted(ptx_of(config).split(ENTRY)[1:], reverse=True)
+    names = "kernel_cutlass_kernel_", "kernel_cutlass_combine_"
+    assert all(entry.startswith(name) for entry, name in zip(entries, names, strict=False))
+    return tuple(map(parse, entries))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Step:
         of_rows = (*self.descales.k, *self.descales.v) if row_scales else ()
         factors = ((), ()) if row_scales else (self.descales.k, self.descales.v)
         outputs = out, lse, *([] if rules.sinks is None else [rules.sinks]), *factors[1]
-        kernel, combine = programs_of(c)
+        kernel, *combines = programs_of(c)
 
         arguments = Arguments()
         arguments.add(*maps)
@@ -153,13 +153,15 @@ class Step:
         add_tensors(arguments, *self.descales.q, *factors[0])
         for scales in of_rows:
             arguments.tensor(scales, tuple(scales.shape), scales.stride())
-        arguments.launch(kernel, (cluster * launch.ctas, 1, 1), launch.timing, cluster)
+        cluster_of_pieces = c.cluster if isinstance(c, DecodeConfig) else cluster
+        arguments.launch(kernel, (cluster * launch.ctas, 1, 1), launch.timing, cluster_of_pieces)
 
-        arguments = Arguments()
-        add_tensors(arguments, self.queries.q)
-        self._add_lists_and_outputs(arguments, outputs, parts)
-        arguments.add(launch.ctas)
-        arguments.launch(combine, (self._combining_ctas(), launch.row_ctas, columns))
+        for combine in combines:
+            arguments = Arguments()
+            add_tensors(arguments, self.queries.q)
+            self._add_lists_and_outputs(arguments, outputs, parts)
+            arguments.add(launch.ctas)
+            arguments.launch(combine, (self._combining_ctas(), launch.row_ctas, columns))
         return lse
 
     def _add_lists_and_outputs(

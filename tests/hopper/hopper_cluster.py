@@ -43,15 +43,19 @@ def _arrive(name: str, ops: list[str]) -> Step:
 
 
 def _store(name: str, ops: list[str]) -> Step:
-    """A word to the shared memory of any CTA of the cluster."""
-    assert name in ("st.shared::cluster.f32", "st.shared::cluster.b32"), name
+    """A word, or two, to the shared memory of any CTA of the cluster."""
+    assert name in ("st.shared::cluster.f32", "st.shared::cluster.b32", "st.shared::cluster.v2.f32"), name
     base, offset = address_of(ops[0])
+    words = [word.strip() for word in ops[1].strip("{}").split(",")]
+    assert len(words) == (2 if ".v2" in name else 1)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
-        addresses, values = warp.get(base, np.uint32), warp.get(ops[1], np.uint32)
+        addresses = warp.get(base, np.uint32)
+        values = np.stack([warp.get(word, np.uint32) for word in words], axis=1)
         for lane in np.flatnonzero(mask):
             cta, at = warp.cta.locate(int(addresses[lane]) + offset)
-            cta.shared[at : at + 4].view(np.uint32)[0] = values[lane]
+            assert at % (4 * len(words)) == 0
+            cta.shared[at : at + 4 * len(words)].view(np.uint32)[:] = values[lane]
 
     return step
 

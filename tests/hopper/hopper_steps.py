@@ -138,8 +138,7 @@ def _mul(name: str, ops: list[str]) -> Step:
             double = np.dtype(f"{np.dtype(dtype).kind}{2 * np.dtype(dtype).itemsize}")
             result = a.astype(double) * b.astype(double)
         elif ".hi." in name:
-            double = np.int64 if np.dtype(dtype).kind == "i" else np.uint64
-            result = (a.astype(double) * b.astype(double) >> 32).astype(dtype)
+            result = (a.astype(object) * b.astype(object) >> 8 * np.dtype(dtype).itemsize).astype(dtype)
         else:
             result = a * b
         if len(ops) > 3:

@@ -23,6 +23,7 @@ from tests.plans import Packed
 LATE = Timing(is_late=True, seed=1)
 
 PAGED = DecodeConfig("bfloat16", 64, 64, True, 32, 2, 16, limits_splits=True)
+CLUSTERED = replace(PAGED, limits_splits=False, cluster=4)
 PADDED = DecodeConfig(
     "bfloat16",
     64,
@@ -129,6 +130,16 @@ OF_E4M3 = {
     ),
     "swapped, 12 rows, a window": Case(
         SWAPPED_16, (3,), (200, 5), 16, Launch(7, max_splits=2, timing=LATE), (4, 1), sides=(70, 0)
+    ),
+    "swapped, clusters": Case(
+        replace(SWAPPED_4, cluster=7),
+        (1,),
+        (300, 0, 129),
+        512,
+        Launch(84),
+        (4, 4),
+        (96, 128),
+        pads=(3, 0, 40),
     ),
     "swapped, queries of e4m3": Case(
         replace(SWAPPED, e4m3_queries=True, layout="varlen"), (3, 0, 1), (100, 9, 40), 16, Launch(2)
@@ -240,6 +251,20 @@ CASES = {
         Launch(7, row_ctas=1),
         pads=(0, 3, 20),
         sides=(5, 2),
+        rules=CAP_AND_SINKS,
+    ),
+    "clusters": Case(CLUSTERED, (1,), (330,), 48, Launch(8, timing=LATE)),
+    "clusters with few blocks, two tiles a K/V head, fewer columns": Case(
+        replace(CLUSTERED, cluster=5), (18,), (75, 0, 50), 16, Launch(60, timing=LATE), columns=(40, 24)
+    ),
+    "clusters, leftpad, window, softcap and sinks": Case(
+        replace(PADDED, tile_m=32, cluster=3),
+        (9,),
+        (90, 61),
+        131,
+        Launch(12),
+        pads=(7, 50),
+        sides=(30, 4),
         rules=CAP_AND_SINKS,
     ),
     "packed, one sequence without queries, one without keys": Case(

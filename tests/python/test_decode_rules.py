@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,16 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import PAIRED_TILE_M, DecodeConfig
-from hopper_attention import explain_kvcache
+from hopper_attention import decode_rules, driver, explain_kvcache
 from hopper_attention.backends import Target
-from hopper_attention.decode_rules import CTA_STEP, MAX_PARTS, ctas_of_pieces, select_decode, why_not_decode
+from hopper_attention.decode_rules import (
+    CTA_STEP,
+    MAX_PARTS,
+    ctas_of_pieces,
+    select_decode,
+    serving_config,
+    why_not_decode,
+)
 from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
 from hopper_attention.kvcache_checks import CacheCall, CacheTensors
 from hopper_attention.launch.decode import is_aligned, table_of
@@ -38,6 +46,74 @@ def read(arguments: dict[str, Any]) -> tuple[CacheCall, CacheTensors]:
 
 def call_of(case: CacheCase, **given: Any) -> CacheCall:
     return read(case.build(torch.bfloat16, **given))[0]
+
+
+@pytest.mark.parametrize(
+    ("heads", "capacity", "others", "room", "cluster"),
+    [
+        ((32, 8), 2048, {}, 15, 8),
+        ((32, 8), 2048, {}, 7, 1),
+        ((32, 8), 4096, {}, 15, 1),
+        ((32, 32), 8192, {}, 66, 2),
+        ((32, 32), 8448, {}, 66, 1),
+        ((32, 4), 1024, {}, 15, 1),
+        ((32, 8), 1024, {"num_splits": 2}, 15, 1),
+        ((32, 8), 1024, {"sm_margin": 8}, 15, 1),
+    ],
+)
+def test_clusters_are_for_short_caches_of_one_sequence(
+    heads: tuple[int, int],
+    capacity: int,
+    others: dict[str, Any],
+    room: int,
+    cluster: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``room``: the clusters of that size that the GPU holds."""
+    monkeypatch.setattr(decode_rules, "most_clusters", lambda index, size: room)
+    case = CacheCase(lengths=(9,), queries=(1,), heads=heads, head_dims=(128, 128), capacity=capacity)
+    call = call_of(case, **others)
+    assert serving_config(call) == select_decode(call)
+    on_a_gpu = replace(call, shape=replace(call.shape, device=torch.device("cuda", 0)))
+    assert serving_config(on_a_gpu) == select_decode(call, cluster)
+    several = replace(on_a_gpu, shape=replace(on_a_gpu.shape, batch=2))
+    assert serving_config(several).cluster == 1
+
+
+class Driver:
+    """Of a GPU with room for 120 CTAs in clusters; ``refuses`` is what it has nothing for."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses, self.set = refuses, []
+        self.CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=97)
+        self.CUfunction_attribute = SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED=14,
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
+        )
+        self.CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION=4)
+        self.CUlaunchConfig = SimpleNamespace
+        self.CUlaunchAttribute = SimpleNamespace
+        self.CUlaunchAttributeValue = lambda: SimpleNamespace(clusterDim=SimpleNamespace())
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*given: Any) -> tuple[Any, ...]:
+            if name == "cuFuncSetAttribute":
+                self.set.append(given[1:])
+            if name == "cuOccupancyMaxActiveClusters":
+                assert given[1].sharedMemBytes == 232_448
+                return 0, 120 // given[1].attrs[0].value.clusterDim.x
+            return int(name == self.refuses), 232_448
+
+        function.__name__ = name
+        return function
+
+
+def test_room_for_clusters_is_what_the_driver_says() -> None:
+    fake = Driver()
+    assert driver.count_clusters(fake, 0, 8) == 15
+    assert fake.set == [(14, 1), (8, 232_448)]
+    with pytest.raises(RuntimeError, match="cuModuleLoadData gives 1"):
+        driver.count_clusters(Driver("cuModuleLoadData"), 0, 8)
 
 
 SERVED: dict[str, tuple[CacheCase, dict[str, Any]]] = {

@@ -15,7 +15,7 @@ from hopper.mla.config import MlaConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
-from hopper_attention.decode_rules import ctas_of_pieces, select_decode
+from hopper_attention.decode_rules import ctas_of_pieces, serving_config
 from hopper_attention.device_memory import Piece, Pieces, constants, unit_scales
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
@@ -138,9 +138,9 @@ def find_decode(call: CacheCall) -> DecodeLauncher:
         config = select_mla(call)
         pieces = pieces_of(config, call, multiprocessors)
     else:
-        config = select_decode(call)
-        row_tiles = -(-call.shape.rows_a_kv_head // config.tile_m)
-        pieces = ctas_of_pieces(multiprocessors, call.shape.batch * call.shape.kv_heads * row_tiles)
+        config = serving_config(call)
+        tiles = call.shape.batch * call.shape.kv_heads * -(-call.shape.rows_a_kv_head // config.tile_m)
+        pieces = ctas_of_pieces(multiprocessors, tiles) if config.cluster == 1 else tiles * config.cluster
     return DecodeLauncher(
         index,
         config,
