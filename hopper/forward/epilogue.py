@@ -10,7 +10,6 @@ from cute_kernels.dropout import multiply_all
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.softmax import normalize_rows
 from hopper.forward.barriers import sync_consumers, sync_warpgroup
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import o_state, q_state
@@ -51,8 +50,7 @@ class Epilogue(LoopInvariant):
         inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
         consumer.softmax.finalize(inverse_sum, lse, place.head_kv, seqlens.batch)
         multiply_all(inverse_sum, self.factors)
-        normalize_rows(consumer.output.acc, inverse_sum)
-        self.correction.add(consumer.output.acc, inverse_sum)
+        self.correction.normalize(consumer.output.acc, inverse_sum)
         self.store.lse(lse, head, seqlens, row, self.lane)
 
         is_store_warp = self.warp_in_group == 0

@@ -5,6 +5,7 @@ from cutlass import Int32
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
+from cute_kernels.softmax import normalize_rows
 
 
 class NoScales(LoopInvariant):
@@ -23,5 +24,6 @@ class NoCorrection(LoopInvariant):
     def begin(self, head_kv: Int32, batch: Int32):
         """Called before the first block of a tile."""
 
-    def add(self, acc: cute.Tensor, inverse_sum: cute.Tensor):
-        """Called at the end of the tile, with the normalised rows of O and the factors that made them so."""
+    def normalize(self, acc: cute.Tensor, inverse_sum: cute.Tensor):
+        """Called at the end of the tile: multiply the rows of O by these factors, and add to them."""
+        normalize_rows(acc, inverse_sum)

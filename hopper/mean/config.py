@@ -32,15 +32,15 @@ COLUMNS = 64
 CHUNK = 8
 """Columns that a thread loads at once: 16 bytes."""
 
-WARPS, WARP_THREADS = 16, 32
+WARPS, WARP_THREADS = 8, 32
 THREADS = WARPS * WARP_THREADS
-CTAS_PER_SM = 2
+CTAS_PER_SM = 4
 
 LANES_OF_ROW = COLUMNS // CHUNK
 ROWS_OF_WARP = WARP_THREADS // LANES_OF_ROW
-CLUSTERS = 1, 8
-ENOUGH_CTAS = 64
-"""With so many CTAs there is work for a GPU."""
+CLUSTERS = 1, 2, 4, 8
+ENOUGH_CTAS = 256
+"""With so many CTAs every SM has some, and room for the quantizer beside them."""
 
 MAX_CTAS = 2**31 - 1
 
@@ -61,17 +61,26 @@ class ValueMeanConfig:
 
     @property
     def warps_of_group(self) -> int:
-        return WARPS // self.groups
+        return max(WARPS // self.groups, 1)
+
+    @property
+    def groups_of_warp(self) -> int:
+        return max(self.groups // WARPS, 1)
+
+    @property
+    def sums(self) -> int:
+        """Of a CTA: each warp has one of each of its groups."""
+        return WARPS * self.groups_of_warp
 
     @property
     def loads(self) -> int:
-        """Rows that a thread has under way, as many as there are registers for."""
-        return 8 if self.layout == DENSE else 4
+        """Rows that a thread has under way, as many as there are registers for, and of a short sequence."""
+        return 8 if self.layout == DENSE and self.cluster > 1 else 4
 
     @property
     def smem_bytes(self) -> int:
         """Sums of warps, first rows of groups, and what the cluster sends."""
-        return 4 * COLUMNS * (2 * WARPS + self.groups + 2 * GROUPS)
+        return 4 * COLUMNS * (2 * self.sums + self.groups + 2 * GROUPS)
 
     @property
     def name(self) -> str:
@@ -83,9 +92,10 @@ class ValueMeanConfig:
 def select_value_mean_config(
     dtype: str, sequences: int, kv_heads: int, head_dim_v: int, layout: str = DENSE
 ) -> ValueMeanConfig:
-    """The config for so many sequences: a CTA for some columns of a head where that keeps a GPU busy."""
-    has_enough = count_mean_ctas(sequences, kv_heads, head_dim_v, 1) >= ENOUGH_CTAS
-    config = ValueMeanConfig(dtype, CLUSTERS[0] if has_enough else CLUSTERS[-1], layout)
+    """The config for so many sequences: the fewest CTAs for some columns of a head that keep a GPU busy."""
+    alone = count_mean_ctas(sequences, kv_heads, head_dim_v, 1)
+    cluster = next((cluster for cluster in CLUSTERS if alone * cluster >= ENOUGH_CTAS), CLUSTERS[-1])
+    config = ValueMeanConfig(dtype, cluster, layout)
     validate_value_mean_config(config)
     return config
 

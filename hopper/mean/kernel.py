@@ -22,7 +22,6 @@ from hopper.mean.config import (
     STEP_EXPONENT,
     THREADS,
     WARP_THREADS,
-    WARPS,
     ValueMeanConfig,
     groups_of,
     is_sampled,
@@ -82,7 +81,7 @@ class ValueMeanKernel:
             # No CTA sends to the first one before that has started.
             cute.arch.cluster_arrive()
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
-        sums = storage.sums.get_tensor(cute.make_layout((COLUMNS, WARPS, 2)))
+        sums = storage.sums.get_tensor(cute.make_layout((COLUMNS, c.sums, 2)))
         pivots = storage.pivots.get_tensor(cute.make_layout((COLUMNS, c.groups)))
         received = storage.received.get_tensor(cute.make_layout((COLUMNS, GROUPS, 2)))
         thread, _, _ = cute.arch.thread_idx()
@@ -98,17 +97,19 @@ class ValueMeanKernel:
         groups, length = groups_of(maximum(keys, 1), minimum, maximum)
         groups = groups if keys > 0 else Int32(0)
 
-        group = rank * c.groups + warp // c.warps_of_group
         column = first_column + lane % LANES_OF_ROW * CHUNK
-        is_there = group < groups and column < mV.shape[3]
-        # Of what is not there, an address that is.
-        key = offset + group * length if is_there else Int32(0)
-        address = Int64(entry) * mV.stride[0] + Int64(key) * mV.stride[1] + Int64(head) * mV.stride[2]
-        address = mV.iterator.toint() + 2 * (address + (column if is_there else Int32(0)))
         samples = is_sampled(keys)
         counted = sample_size(length) if samples else length
-        rows = counted if is_there else Int32(0)
-        self._add_up(address, 2 * Int64(mV.stride[1]), (rows, samples), (sums, pivots), (warp, lane))
+        for i in cutlass.range_constexpr(c.groups_of_warp):
+            part = warp * c.groups_of_warp + i
+            group = rank * c.groups + part // c.warps_of_group
+            is_there = group < groups and column < mV.shape[3]
+            # Of what is not there, an address that is.
+            key = offset + group * length if is_there else Int32(0)
+            address = Int64(entry) * mV.stride[0] + Int64(key) * mV.stride[1] + Int64(head) * mV.stride[2]
+            address = mV.iterator.toint() + 2 * (address + (column if is_there else Int32(0)))
+            rows = counted if is_there else Int32(0)
+            self._add_up(address, 2 * Int64(mV.stride[1]), (rows, samples), (sums, pivots), (part, lane))
         cute.arch.sync_threads()
         if const_expr(c.cluster > 1):
             cute.arch.cluster_wait()
@@ -132,8 +133,9 @@ class ValueMeanKernel:
     @cute.jit
     def _add_up(self, address: Int64, stride: Int64, counted: tuple, shared: tuple, place: tuple):
         """Of the rows of a group, from byte ``address`` on: the sums of a warp, and the first row, to shared memory.
-        ``counted`` are the rows that are looked at, and whether there are others."""
-        (rows, samples), (sums, pivots), (warp, lane) = counted, shared, place
+        ``counted`` are the rows that are looked at, and whether there are others; ``place`` the number of the sums,
+        warps of a group one behind the other, and the lane."""
+        (rows, samples), (sums, pivots), (part, lane) = counted, shared, place
         warps, loads = self.config.warps_of_group, self.config.loads
         pivot_words = cute.make_rmem_tensor(WORDS, Int32)
         cute.autovec_copy(words_at(address, WORDS), pivot_words)
@@ -141,7 +143,7 @@ class ValueMeanKernel:
         for w in cutlass.range_constexpr(WORDS):
             pivot[2 * w], pivot[2 * w + 1] = widen(pivot_words[w], self.dtype)
         total.fill(0.0)
-        own, step = warp % warps * ROWS_OF_WARP + lane // LANES_OF_ROW, warps * ROWS_OF_WARP
+        own, step = part % warps * ROWS_OF_WARP + lane // LANES_OF_ROW, warps * ROWS_OF_WARP
         for start in cutlass.range(own, rows, step * loads, unroll=1):
             loaded = cute.make_rmem_tensor((WORDS, loads), Int32)
             for i in cutlass.range_constexpr(loads):
@@ -164,10 +166,10 @@ class ValueMeanKernel:
                 distance *= 2
         if lane < LANES_OF_ROW:
             for which in cutlass.range_constexpr(2):
-                of_warp = cute.local_tile(sums[None, warp, which], (CHUNK,), (lane,))
+                of_warp = cute.local_tile(sums[None, part, which], (CHUNK,), (lane,))
                 cute.autovec_copy(total[None, which], of_warp)
-            if warp % warps == 0:
-                of_group = cute.local_tile(pivots[None, warp // warps], (CHUNK,), (lane,))
+            if part % warps == 0:
+                of_group = cute.local_tile(pivots[None, part // warps], (CHUNK,), (lane,))
                 cute.autovec_copy(pivot, of_group)
 
     @cute.jit
@@ -202,7 +204,7 @@ class ValueMeanKernel:
 
         @cute.struct
         class SharedStorage:
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * WARPS * COLUMNS], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, 2 * self.config.sums * COLUMNS], 16]
             pivots: cute.struct.Align[cute.struct.MemRange[Float32, groups * COLUMNS], 16]
             received: cute.struct.Align[cute.struct.MemRange[Float32, 2 * GROUPS * COLUMNS], 16]
 

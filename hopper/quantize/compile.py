@@ -33,7 +33,8 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     one more sequence; rows and blocks that are of no sequence are not written. mean_v is (batch + 1, hk, dv).
 
     What its callers must check: no size is 0, h is a multiple of hk, ``config.q.rows`` of Q, ``config.k.rows`` of K and
-    as many of V make no more than 2^30 items.
+    as many of V make no more than 2^30 items. With ``smooth_v`` this kernel starts early, and reads Q and K before it
+    waits: the launch in front is that of ``compile_value_mean``, or one that lets no other start before it has ended.
     """
     dtype = DSL_DTYPES[config.dtype]
     d, dv = config.head_dim, config.head_dim_v

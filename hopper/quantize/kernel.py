@@ -36,7 +36,8 @@ class Grid(LoopInvariant):
 
     CTA c takes the items c, c + ctas, c + 2 ctas and so on, but begins in the middle of them and comes to the first
     ones last, each quarter of the CTAs a quarter later: a rotation keeps the ALUs busy and V the memory, so the two
-    had better happen at the same time.
+    had better happen at the same time. With ``v_is_late`` none begins with V, whose mean another kernel is still at,
+    and quarters are those of the items in front of V.
     """
 
     first_of_k: Int32
@@ -44,11 +45,13 @@ class Grid(LoopInvariant):
     end: Int32
     of_q: tuple
     of_kv: tuple
+    v_is_late: bool
 
     def share(self, cta: Int32, ctas: Int32) -> tuple[Int32, Int32]:
         """(items of a CTA, the one to begin with)."""
         count = ceil_div(self.end - cta, ctas)
-        return count, cta + PHASES * cta // ctas * count // PHASES * ctas
+        to_begin_with = maximum(self.first_of_v - cta, 0) // ctas if self.v_is_late else count
+        return count, cta + PHASES * cta // ctas * to_begin_with // PHASES * ctas
 
     @cute.jit
     def place(self, item: Int32) -> tuple[Int32, Int32, Int32]:
@@ -137,7 +140,8 @@ class QuantizeKernel:
     A row lies across a few lanes (``BlockTiling``), so most butterflies of a rotation stay within a thread.
 
     Where V loses its mean, the kernel in front finds that, and lets the CTAs of this one start before it has ended
-    (programmatic dependent launch). They touch no global memory until then.
+    (programmatic dependent launch). Only what reads the mean waits for it: that kernel started when all before it had
+    ended, so Q, K and V are there, and nobody reads any more what is written over.
     """
 
     def __init__(self, config: QuantizeConfig):
@@ -210,8 +214,6 @@ class QuantizeKernel:
         lengths: tuple,
     ):
         c = self.config
-        if const_expr(c.smooth_v):
-            cute.arch.griddepcontrol_wait()
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
         thread, _, _ = cute.arch.thread_idx()
         cta = Cta(
@@ -240,7 +242,7 @@ class QuantizeKernel:
         )
         first_of_k, first_of_v, end = bounds
         half = len(divisors) // 2
-        shared_out = first_of_k, first_of_v, end, divisors[:half], divisors[half:]
+        shared_out = first_of_k, first_of_v, end, divisors[:half], divisors[half:], c.smooth_v
         grid = self._grid(shared_out, sources, lengths)
         number, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         left, item = grid.share(number, ctas)

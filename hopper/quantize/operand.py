@@ -182,6 +182,8 @@ class Operand(LoopInvariant):
                     load_async(slot, address + c * t.lanes * CHUNK_BYTES, size)
         if const_expr(self.smooth):
             if cta.thread < t.head_dim // FLOATS_PER_COPY:
+                # Until the kernel in front, which may be at the mean still, has ended.
+                cute.arch.griddepcontrol_wait()
                 first = Int64(place[2]) * self.mean.stride[0] + Int64(head) * self.mean.stride[1]
                 first = first + cta.thread * FLOATS_PER_COPY
                 half = self.mean_memory[None, parity].iterator + cta.thread * FLOATS_PER_COPY

@@ -54,8 +54,8 @@ from hopper.forward.tilings import (
     select_forward_config,
     select_paged_config,
 )
+from hopper.mean.config import CLUSTERS, ENOUGH_CTAS, shipped_value_mean_configs
 from hopper.mean.config import COLUMNS as VALUE_MEAN_COLUMNS
-from hopper.mean.config import ENOUGH_CTAS, shipped_value_mean_configs
 from hopper.quantize.config import (
     DEFAULT_BLOCK_Q,
     DEFAULT_SMOOTH_V,
@@ -347,6 +347,7 @@ def constants_header() -> str:
         "COMBINE_WARPS": WARPS,
         "COMBINE_COLUMNS": COLUMNS,
         "VALUE_MEAN_COLUMNS": VALUE_MEAN_COLUMNS,
+        "VALUE_MEAN_CLUSTERS": len(CLUSTERS),
         "VALUE_MEAN_ENOUGH_CTAS": ENOUGH_CTAS,
     }
     numbers |= {f"FEATURE_{name.upper()}": 1 << i for i, name in enumerate(FEATURES)}
@@ -405,7 +406,7 @@ def _cache_tables(index: dict[str, int]) -> str:
         "ha_append_kernels[2][2][5]": append_configs(),
         "ha_combine_kernels[3][2]": combine_configs(),
         "ha_merge_kernels[2]": merge_configs(),
-        "ha_value_mean_kernels[2][2][2]": shipped_value_mean_configs(),
+        f"ha_value_mean_kernels[2][{len(CLUSTERS)}][2]": shipped_value_mean_configs(),
     }
     lines = []
     for name, configs in tables.items():

@@ -23,6 +23,7 @@ from hopper.quantize.config import (
     shipped_quantize_configs,
     validate_quantize_config,
 )
+from hopper.quantize.kernel import Grid
 from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.quantization_rules import means_of, quantize_by_torch
 from hopper_attention.quantized import Means
@@ -340,3 +341,32 @@ def test_the_transpose_has_few_bank_conflicts(config: QuantizeConfig) -> None:
             run, column = tiling.store(index)
             reads.append(tiling.offset(run, key, column))
         assert wavefronts(reads, 4) <= 2
+
+
+def test_only_the_mean_of_v_is_waited_for() -> None:
+    """The quantizer starts beside the kernel of the mean, so Q and K are on their way before anybody waits for that."""
+    texts = ptx_of(replace(SMOOTH_V, block_q=1)).split("griddepcontrol.wait;")
+    assert "cp.async" in texts[0] and len(texts) == 3
+    for after in texts[1:]:
+        mean = after[: after.index("cp.async.commit_group")]
+        assert len(re.findall(r"cp\.async\.cg", mean)) == 1
+    assert "griddepcontrol" not in ptx_of(replace(SMOOTH_V, smooth_v=False))
+
+
+@pytest.mark.parametrize("v_is_late", [False, True])
+@pytest.mark.parametrize(
+    ("of_q", "of_kv", "ctas"), [(2048, 2048, 264), (96, 12, 264), (5, 700, 264), (1, 1, 2), (77, 30, 9)]
+)
+def test_each_item_has_one_cta_and_none_begins_with_v(
+    of_q: int, of_kv: int, ctas: int, v_is_late: bool
+) -> None:
+    grid = Grid(of_q, of_q + of_kv, end := of_q + 2 * of_kv, (), (), v_is_late)
+    done, begun_with_v, ctas = [], [], min(ctas, end)
+    for cta in range(ctas):
+        left, item = grid.share(cta, ctas)
+        begun_with_v.append(item >= grid.first_of_v > cta)
+        for _ in range(left):
+            done.append(item)
+            item = item + ctas if item + ctas < end else cta
+    assert sorted(done) == list(range(end))
+    assert not (v_is_late and any(begun_with_v))

@@ -33,8 +33,12 @@ ha_status ha_select_value_mean(ha_dtype dtype, layout layout, const fp8_sizes *s
     return ha_fail(HA_ERROR_NOT_SUPPORTED, "%" PRId64 " sequences of %" PRId64 " heads are too many: split the batch",
                    s->means, s->kv_heads);
   }
-  const bool clusters = s->means * s->kv_heads * parts < VALUE_MEAN_ENOUGH_CTAS;
-  *choice = (kernel_choice){ha_value_mean_kernels[dtype][clusters][layout], 0};
+  const int64_t alone = s->means * s->kv_heads * parts;
+  int doublings = 0;
+  while (doublings < VALUE_MEAN_CLUSTERS - 1 && alone << doublings < VALUE_MEAN_ENOUGH_CTAS) {
+    ++doublings;
+  }
+  *choice = (kernel_choice){ha_value_mean_kernels[dtype][doublings][layout], 0};
   return HA_SUCCESS;
 }
 

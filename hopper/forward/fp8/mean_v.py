@@ -14,9 +14,11 @@ from cute_kernels.fragments import (
     ROWS_PER_THREAD,
     as_rows,
 )
+from cute_kernels.softmax import normalize_rows
 from hopper.config import WARPGROUP_THREADS
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.unscaled import NoCorrection
+from hopper.quantize.words import multiply_add
 
 COPIED = 4
 """Columns that a thread copies to shared memory: 16 bytes."""
@@ -50,8 +52,8 @@ class MeanOfV(NoCorrection):
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def add(self, acc: cute.Tensor, inverse_sum: cute.Tensor):
-        """A row without keys stays 0.
+    def normalize(self, acc: cute.Tensor, inverse_sum: cute.Tensor):
+        """The product and the sum are one FMA, which rounds once. A row without keys becomes 0.
 
         Columns past head_dim_v, which the store clips, take what the last group of columns does: no branch a column.
         """
@@ -62,17 +64,17 @@ class MeanOfV(NoCorrection):
             sync_warpgroup(wg)
             rows, memory = as_rows(acc), self.memory[None, wg]
             last_group = columns // COLUMNS_PER_GROUP - 1
-            factors = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                factors[r] = Float32(0.0) if inverse_sum[r] == Float32(0.0) else Float32(1.0)
             for j in cutlass.range_constexpr(rows.shape[1][1]):
                 pair = cute.make_rmem_tensor(COLUMNS_PER_PAIR, Float32)
                 number = cutlass.min(last_group, j) * LANES_PER_ROW + thread % LANES_PER_ROW
                 cute.autovec_copy(cute.local_tile(memory, (COLUMNS_PER_PAIR,), (number,)), pair)
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    is_empty = inverse_sum[r] == Float32(0.0)
                     for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
-                        # An FMA, which rounds the sum alone.
-                        rows[r, (e, j)] = rows[r, (e, j)] + factors[r] * pair[e]
+                        result = multiply_add(rows[r, (e, j)], inverse_sum[r], pair[e])
+                        rows[r, (e, j)] = Float32(0.0) if is_empty else result
+        else:
+            normalize_rows(acc, inverse_sum)
 
     def _place(self) -> tuple[Int32, Int32]:
         """(warpgroup, thread of it): read where they are asked for."""
