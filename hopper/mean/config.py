@@ -38,7 +38,7 @@ CTAS_PER_SM = 4
 
 LANES_OF_ROW = COLUMNS // CHUNK
 ROWS_OF_WARP = WARP_THREADS // LANES_OF_ROW
-CLUSTERS = 1, 2, 4, 8
+CLUSTERS = 1, 2, 8
 ENOUGH_CTAS = 256
 """With so many CTAs every SM has some, and room for the quantizer beside them."""
 

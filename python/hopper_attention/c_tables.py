@@ -347,12 +347,12 @@ def constants_header() -> str:
         "COMBINE_WARPS": WARPS,
         "COMBINE_COLUMNS": COLUMNS,
         "VALUE_MEAN_COLUMNS": VALUE_MEAN_COLUMNS,
-        "VALUE_MEAN_CLUSTERS": len(CLUSTERS),
+        "VALUE_MEAN_WAYS": len(CLUSTERS),
         "VALUE_MEAN_ENOUGH_CTAS": ENOUGH_CTAS,
     }
     numbers |= {f"FEATURE_{name.upper()}": 1 << i for i, name in enumerate(FEATURES)}
     lists = {"DECODE_HEAD_DIMS": HEAD_DIMS, "DECODE_ROWS": DECODE_ROWS, "DECODE_BOX_ROWS": BOX_ROWS}
-    lists["PAGE_ROWS"] = PAGE_ROWS
+    lists |= {"PAGE_ROWS": PAGE_ROWS, "VALUE_MEAN_CLUSTERS": CLUSTERS}
     lines = [f"#define {name} ({value!r})" for name, value in numbers.items()]
     lines += [f"#define {name} {{{', '.join(map(str, values))}}}" for name, values in lists.items()]
     names = ", ".join(f'"{name}"' for name in FEATURES)

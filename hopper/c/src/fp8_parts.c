@@ -33,12 +33,13 @@ ha_status ha_select_value_mean(ha_dtype dtype, layout layout, const fp8_sizes *s
     return ha_fail(HA_ERROR_NOT_SUPPORTED, "%" PRId64 " sequences of %" PRId64 " heads are too many: split the batch",
                    s->means, s->kv_heads);
   }
+  static const int64_t clusters[] = VALUE_MEAN_CLUSTERS;
   const int64_t alone = s->means * s->kv_heads * parts;
-  int doublings = 0;
-  while (doublings < VALUE_MEAN_CLUSTERS - 1 && alone << doublings < VALUE_MEAN_ENOUGH_CTAS) {
-    ++doublings;
+  int way = 0;
+  while (way < VALUE_MEAN_WAYS - 1 && alone * clusters[way] < VALUE_MEAN_ENOUGH_CTAS) {
+    ++way;
   }
-  *choice = (kernel_choice){ha_value_mean_kernels[dtype][doublings][layout], 0};
+  *choice = (kernel_choice){ha_value_mean_kernels[dtype][way][layout], 0};
   return HA_SUCCESS;
 }
 

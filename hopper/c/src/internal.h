@@ -178,9 +178,8 @@ extern const int ha_append_kernels[2][2][5];
 extern const int ha_combine_kernels[3][2];
 extern const int ha_merge_kernels[2];
 
-/* Kernels that find the mean of V, by dtype, how often the CTAs that share some columns of a head are doubled from one on, and
- * layout. */
-extern const int ha_value_mean_kernels[2][VALUE_MEAN_CLUSTERS][2];
+/* Kernels that find the mean of V, by dtype, how many CTAs share some columns of a head in VALUE_MEAN_CLUSTERS, and layout. */
+extern const int ha_value_mean_kernels[2][VALUE_MEAN_WAYS][2];
 
 /* A mask as kernels take it: a causal one; a window with sides of -1 where nothing is hidden; keys of a chunk, or 0. */
 typedef struct mask {
