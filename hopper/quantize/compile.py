@@ -35,6 +35,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     What its callers must check: no size is 0, h is a multiple of hk, ``config.q.rows`` of Q, ``config.k.rows`` of K and
     as many of V make no more than 2^30 items. With ``smooth_v`` this kernel starts early, and reads Q and K before it
     waits: the launch in front is that of ``compile_value_mean``, or one that lets no other start before it has ended.
+    The V that it reads is not freed before this launch, so that no output lies there.
     """
     dtype = DSL_DTYPES[config.dtype]
     d, dv = config.head_dim, config.head_dim_v

@@ -67,8 +67,10 @@ def quantize_plain(
     c, launch = _find(*facts, quantization, backend)
     if launch is None or c.smooth_k or needs_gradient(q, k, v):
         return quantize_here(q, k, v, c, backend)
-    means = Means(no_floats(q.device), launch.find_mean_v(addressable(v)))
-    parts = launch(q, k, v, c.seed, means)
+    # Kept until the quantizer is queued, which may write its outputs while the mean is being found.
+    readable_v = addressable(v)
+    means = Means(no_floats(q.device), launch.find_mean_v(readable_v))
+    parts = launch(q, k, readable_v, c.seed, means)
     quantizing.keep(lambda: QuantizeCall.of(launch, quantization, c, q, k, v), q, k, v, quantization, backend)
     return QuantizedQKV.unchecked(*parts, c, q.dtype, means)
 
