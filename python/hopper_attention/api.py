@@ -302,7 +302,8 @@ def flash_attn_func(
             return results if return_attn_probs else results[0]
     descales = (q_descale, k_descale, v_descale)
     options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
-    results = _call_operator(q, k, v, softmax_scale, descales, options, two_level_accumulation)
+    of_fp8 = two_level_accumulation, return_attn_probs
+    results = _call_operator(q, k, v, softmax_scale, descales, options, of_fp8)
     return results if return_attn_probs else results[0]
 
 
@@ -345,11 +346,12 @@ def _call_operator(
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: tuple[MaskSpec, Scores, str | None, int, bool],
-    two_level: bool,
+    of_fp8: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     """Through torch's dispatcher, which traces, differentiates and transforms.
 
-    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic.
+    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic, ``of_fp8`` what counts for
+    e4m3 tensors alone: two levels of sums, and whether the LSE is wanted, which may else lack its rows.
     """
     mask, scores, backend, sm_margin, deterministic = options
     checks.check_are_tensors(q=q, k=k, v=v)
@@ -361,7 +363,8 @@ def _call_operator(
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_scores(q.dtype, scores)
-        options_8 = mask.causal, backend, two_level, sm_margin, *mask.sides
+        two_level, wants_lse = of_fp8
+        options_8 = mask.causal, backend, two_level, sm_margin, wants_lse, *mask.sides
         return autograd.forward_fp8(q, k, v, *descales, scale, *options_8, *scores.changes)
     flags = backend, sm_margin, deterministic
     if scores.captured:

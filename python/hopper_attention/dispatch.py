@@ -197,7 +197,7 @@ def explain(
         features.check_lists(scores, q, k)
     scores = features.with_dropout(scores, dropout_p, q, no_draw)
     deterministic = checks.check_flag("deterministic", deterministic)
-    checks.check_flag("return_attn_probs", return_attn_probs)
+    without_lse = not checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
     sm_margin = checks.check_sm_margin(sm_margin)
     checks.check_two_level_accumulation(two_level_accumulation)
@@ -223,7 +223,8 @@ def explain(
         specs = specs | {name: fold(specs[name], k.shape[2]) for name in ("q", "qv")}
         notes, mask, causal = (*notes, NOTE_ON_HEADS), MaskSpec(False), False
     if is_fp8 and not in_16_bits:
-        choice, config = _plan_fp8(specs, mask, two_level_accumulation, target, backend)
+        options_8 = two_level_accumulation, without_lse
+        choice, config = _plan_fp8(specs, mask, options_8, target, backend)
     else:
         has_work = 0 not in (*q.shape, *k.shape)
         served = replace(problem, has_qv=qv is not None)
@@ -394,9 +395,15 @@ def describe_copies(
 
 
 def _plan_fp8(
-    specs: dict[str, TensorSpec], mask: MaskSpec, two_level: bool, target: Target, backend: str | None
+    specs: dict[str, TensorSpec],
+    mask: MaskSpec,
+    options: tuple[bool, bool],
+    target: Target,
+    backend: str | None,
 ) -> tuple[Choice, Config]:
-    """Backend and config of e4m3 tensors with a descale for each head."""
+    """Backend and config of e4m3 tensors with a descale for each head; ``options`` are ``two_level`` and
+    ``without_lse`` of an ``Fp8Problem``."""
+    two_level, without_lse = options
     shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
     blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK
     problem = fp8_rules.Fp8Problem(
@@ -407,6 +414,7 @@ def _plan_fp8(
         v_rows=True,
         two_level=two_level,
         window=mask.sides,
+        without_lse=without_lse,
     )
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)
     if choice.backend == "hopper":

@@ -234,7 +234,7 @@ def flash_attn_fp8_func(
     if is_plain and has_no_window:
         facts = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
         kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-        of_call = FULL_SIDES, backend, two_level, exact_lse
+        of_call = FULL_SIDES, backend, two_level, exact_lse, not return_attn_probs
         launch = find_at_once(*facts, *kinds, quantization, causal, *of_call)
         if launch is not None:
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
@@ -400,7 +400,7 @@ def flash_attn_quantized_func(
         out, lse = attend_and_undo(parts, *of_call, mask.sides, exact_lse)
         if has_no_window:
             flags = mask.causal, backend, two_level_accumulation, 0, FULL_SIDES, exact_lse
-            parts_again.remember(parts, given, launch_for(parts, *flags))
+            parts_again.remember(parts, given, launch_for(parts, *flags, not return_attn_probs))
     else:
-        out, lse = attend_traced(parts, *options, mask.sides, exact_lse)
+        out, lse = attend_traced(parts, *options, mask.sides, exact_lse, return_attn_probs)
     return (out, lse) if return_attn_probs else out

@@ -174,6 +174,7 @@ def find_at_once(
     backend: str | None,
     two_level: bool,
     exact_lse: bool,
+    without_lse: bool,
 ) -> AtOnceLauncher | None:
     """What serves a call with q, k and v like these, which are checked.
 
@@ -200,7 +201,13 @@ def find_at_once(
         pieces = *pieces, Piece((shape.batch, shape.kv_heads, shape.head_dim_v))
     blocks, of_call = (block_q, block_k, block_k), (causal, two_level, window)
     problem = problem_of_sizes(
-        shapes, blocks, quantizer.largest_codes, q.dtype, *of_call, exact_lse=exact_lse
+        shapes,
+        blocks,
+        quantizer.largest_codes,
+        q.dtype,
+        *of_call,
+        exact_lse=exact_lse,
+        without_lse=without_lse,
     )
     strides_8 = (new_layout(shape)[1] for shape in shapes[:2])
     attention = find_fp8_launch(problem, *strides_8, q.device, backend)

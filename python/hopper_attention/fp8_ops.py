@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hopper.quantize.config import largest_codes
+from hopper_attention.launch.base import without_rows
 from hopper_attention.launch.fp8 import attend
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, MaskSpec, Sides
 from hopper_attention.plain_calls import is_transformed
@@ -244,25 +245,27 @@ def attend_and_undo(
 @torch.library.custom_op(
     "hopper_attention::forward_quantized",
     mutates_args=(),
-    schema=f"({', '.join(f'Tensor {name}' for name in Parts._fields)}, {LAYOUT}, {OPTIONS}, {CALL}) "
+    schema=f"({', '.join(f'Tensor {name}' for name in Parts._fields)}, bool wants_lse, {LAYOUT}, {OPTIONS}, {CALL}) "
     "-> (Tensor, Tensor)",
 )
 def _forward_quantized(*arguments: Any) -> tuple[Tensor, Tensor]:
-    parts, layout, options = Parts(*arguments[:8]), Layout(*arguments[8:16]), Options(*arguments[16:24])
-    quantized = put_together(parts, layout, options.quantization())
-    call = Call(*arguments[24:])
+    """out and lse; the lse has no rows if it is not wanted."""
+    parts, wants_lse, layout = Parts(*arguments[:8]), arguments[8], Layout(*arguments[9:17])
+    quantized = put_together(parts, layout, Options(*arguments[17:25]).quantization())
+    call = Call(*arguments[25:])
     window = call.mask.sides
-    return attend_and_undo(quantized, *call[:4], wants_lse=True, window=window, exact_lse=call.exact_lse)
+    out, lse = attend_and_undo(quantized, *call[:4], wants_lse, window=window, exact_lse=call.exact_lse)
+    return out, lse if wants_lse else without_rows(lse)
 
 
 @_forward_quantized.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor]:
-    parts, layout = Parts(*arguments[:8]), Layout(*arguments[8:16])
+    parts, wants_lse, layout = Parts(*arguments[:8]), arguments[8], Layout(*arguments[9:17])
     batch, seqlen_q, heads, _ = parts.q.shape
     head_dim_v = parts.v.shape[2] if layout.is_transposed else parts.v.shape[3]
     return (
         parts.q.new_empty((batch, seqlen_q, heads, head_dim_v), dtype=layout.dtype),
-        parts.q.new_empty((batch, heads, seqlen_q), dtype=torch.float32),
+        parts.q.new_empty((batch, heads, seqlen_q if wants_lse else 0), dtype=torch.float32),
     )
 
 
@@ -277,8 +280,9 @@ def attend_traced(
     two_level: bool,
     window: Sides = FULL_SIDES,
     exact_lse: bool = False,
+    wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """``attend_and_undo`` by way of torch's dispatcher, with the LSE."""
+    """``attend_and_undo`` by way of torch's dispatcher."""
     parts, layout, options = take_apart(quantized)
     call = softmax_scale, causal, backend, two_level, *window, exact_lse
-    return _call_forward_quantized(*parts, *layout, *options, *call)
+    return _call_forward_quantized(*parts, wants_lse, *layout, *options, *call)

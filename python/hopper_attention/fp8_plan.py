@@ -109,7 +109,7 @@ def explain_fp8(
     checks.check_are_tensors(q=q, k=k, v=v)
     check_quantization(quantization)
     causal = checks.check_flag("causal", causal)
-    checks.check_flag("return_attn_probs", return_attn_probs)
+    without_lse = not checks.check_flag("return_attn_probs", return_attn_probs)
     exact_lse = checks.check_flag("exact_lse", exact_lse)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
@@ -123,7 +123,7 @@ def explain_fp8(
     lengths = resolve_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     if lengths is not None:
         packed_mask = resolve_packed_mask(*masked, lengths.max_seqlen_q, lengths.max_seqlen_k)
-        call = PackedCall(two_level, packed_mask, backend, exact_lse)
+        call = PackedCall(two_level, packed_mask, backend, exact_lse, without_lse)
         return _of_packed(plan_packed((q, k, v), lengths, quantization, call, target), target, casts)
     shape = attention_shape(q, k, v)
     mask = resolve_packed_mask(*masked, shape.seqlen_q, shape.seqlen_k)
@@ -135,7 +135,7 @@ def explain_fp8(
     is_torch_asked = quantizer_of(backend) == "torch"
     reason = f"backend is {backend!r}" if is_torch_asked else why_not_fused(*specs, chosen, target)
     config = None
-    problem = problem_of(parts, mask.causal, two_level, mask.sides, exact_lse)
+    problem = problem_of(parts, mask.causal, two_level, mask.sides, exact_lse, without_lse)
     attention = plan_attention(problem, target, backend)
     attention = replace(attention, notes=attention.notes + describe_window(mask))
     if not reason:

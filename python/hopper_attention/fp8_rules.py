@@ -49,7 +49,8 @@ class Fp8Problem(NamedTuple):
     blocks are rows that share a scale, or ONE_BLOCK. ``v_rows`` says that V has a row of head_dim_v elements
     for each key, as FP8 tensors with descales have. ``two_level`` asks the FP8 kernel for two-level accumulation of
     P V; everything else adds in float32 as it is. ``half_scores`` says that scores fit float16, before they are scaled.
-    ``causal`` and ``window`` are those of a ``MaskSpec``, and ``exact_lse`` is that of an ``Fp8AttentionProblem``.
+    ``causal`` and ``window`` are those of a ``MaskSpec``, ``exact_lse`` and ``without_lse`` those of an
+    ``Fp8AttentionProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -65,6 +66,7 @@ class Fp8Problem(NamedTuple):
     half_scores: bool = False
     window: Sides = FULL_SIDES
     exact_lse: bool = False
+    without_lse: bool = False
 
     @property
     def kind(self) -> Fp8AttentionProblem:
@@ -93,6 +95,7 @@ class Fp8Problem(NamedTuple):
             two_level=self.two_level,
             half_scores=self.half_scores,
             exact_lse=self.exact_lse,
+            without_lse=self.without_lse and not self.half_scores,
         )
 
 
@@ -220,7 +223,7 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     p = problem
     layout = VARLEN if p.is_packed else DENSE
     flags = p.transposes, p.two_level, p.half_scores, p.has_window
-    options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse
+    options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse
     dtype = DTYPE_NAMES[p.out_dtype]
     return select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
 

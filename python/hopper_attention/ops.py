@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention.checks import FP8_OUT_DTYPE
-from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.base import REMEMBERED_CALLS, without_rows
 from hopper_attention.launch.dequantized import attend_dequantized
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.fp8 import attend
@@ -90,6 +90,7 @@ def forward_fp8(
     backend: str | None,
     two_level: bool = False,
     sm_margin: int = 0,
+    wants_lse: bool = True,
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,
@@ -99,21 +100,25 @@ def forward_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32.
 
-    ``two_level`` asks the FP8 kernel for two-level accumulation. ``causal``, the sides of the window and the chunk are
-    those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``, with which 16 bits compute.
+    ``two_level`` asks the FP8 kernel for two-level accumulation. Without ``wants_lse`` the lse is (batch, heads, 0),
+    and scores may be in float16. ``causal``, the sides of the window and the chunk are those of a ``MaskSpec``; from
+    ``softcap`` on they are those of ``Scores``, with which 16 bits compute.
     """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     scores = Scores.of(softcap, alibi_slopes, sinks)
     descales = q_descale, k_descale, v_descale
     if scores is not NO_SCORES:
         whole = from_descales(q, k, v, *descales, FP8_OUT_DTYPE)
-        return attend_dequantized(whole, softmax_scale, causal, backend, sm_margin, window, scores)
+        out, lse = attend_dequantized(whole, softmax_scale, causal, backend, sm_margin, window, scores)
+        return out, lse if wants_lse else without_rows(lse)
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_descales(q, k, values, *descales, FP8_OUT_DTYPE)
-        return attend(parts, softmax_scale, causal, backend, two_level, sm_margin=sm_margin, window=window)
+        of_call = softmax_scale, causal, backend, two_level, wants_lse, sm_margin
+        return attend(parts, *of_call, window=window)
 
-    return attend_in_parts(v, attend_to) if needs_parts(v.shape[3]) else attend_to(v)
+    out, lse = attend_in_parts(v, attend_to) if needs_parts(v.shape[3]) else attend_to(v)
+    return out, lse if wants_lse else without_rows(lse)
 
 
 @forward_fp8.register_fake
@@ -129,6 +134,7 @@ def _(
     backend: str | None,
     two_level: bool = False,
     sm_margin: int = 0,
+    wants_lse: bool = True,
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,
@@ -136,7 +142,8 @@ def _(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return _fake_results(q, v, FP8_OUT_DTYPE)
+    out, lse = _fake_results(q, v, FP8_OUT_DTYPE)
+    return out, lse if wants_lse else without_rows(lse)
 
 
 @torch.library.custom_op("hopper_attention::backward", mutates_args=())

@@ -24,13 +24,14 @@ from hopper_attention.quantized import Fp8Quantization
 
 
 class PackedCall(NamedTuple):
-    """A call's options: two-level accumulation, the mask, the backend that was asked for, and whether the LSE is
-    to be exact."""
+    """A call's options: two-level accumulation, the mask, the backend that was asked for, whether the LSE is to be
+    exact, and whether nobody gets it."""
 
     two_level: bool
     mask: MaskSpec
     backend: str | None
     exact_lse: bool = False
+    without_lse: bool = False
 
 
 class PackedPlan(NamedTuple):
@@ -81,7 +82,7 @@ def _problem_of(
     has_blocks = c.granularity == "block"
     block_k = c.keys_per_block(*head_dims, 0) if has_blocks else ONE_BLOCK
     largest = largest_codes(head_dims[0], has_blocks and c.block_q == 1)
-    mask = call.mask
+    mask, half_scores = call.mask, scores_fit_half(*largest, head_dims[0])
     return Fp8AttentionProblem(
         FP8_DTYPE,
         q.dtype,
@@ -93,8 +94,9 @@ def _problem_of(
         block_k=block_k,
         block_v=block_k,
         two_level=call.two_level,
-        half_scores=scores_fit_half(*largest, head_dims[0]),
+        half_scores=half_scores,
         exact_lse=call.exact_lse,
+        without_lse=call.without_lse and not half_scores,
     )
 
 

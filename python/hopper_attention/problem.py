@@ -68,6 +68,8 @@ class Fp8AttentionProblem(AttentionProblem):
         half_scores: scores fit float16, before they are scaled.
         exact_lse: scores and their sum are to be added up in float32, for an LSE that partial results are merged by. V
             is transposed before.
+        without_lse: nobody gets the LSE, so that scores that do not fit float16 may be made to
+            (``select_fp8_forward_config``). False with ``half_scores``, where it changes nothing.
     """
 
     block_k: int = ONE_BLOCK
@@ -77,6 +79,7 @@ class Fp8AttentionProblem(AttentionProblem):
     two_level: bool = False
     half_scores: bool = False
     exact_lse: bool = False
+    without_lse: bool = False
 
 
 @dataclass(frozen=True)

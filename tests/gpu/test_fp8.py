@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hopper.forward.fp8.config import STALE_MAXIMUM
+from hopper.forward.fp8.config import STALE_MAXIMUM, Softmax
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func
 from hopper_attention.experiments.bench.spec import parse_shapes
 from hopper_attention.experiments.families.draws import FAMILIES, Family, draw_family
@@ -33,6 +33,7 @@ from hopper_attention.reference import attention_naive
 from tests.hopper.fp8_errors import (
     EXACT_LSE_ROUNDING,
     LAGGING_LSE_ROUNDING,
+    LSE_ROUNDING,
     allowed_ratio,
     emulate,
     lse_rounding,
@@ -85,9 +86,11 @@ def oracle_of(parts: QuantizedQKV, causal: bool) -> torch.Tensor:
 def find_differences(
     parts: QuantizedQKV, causal: bool, backend: str = "hopper", two_level: bool = False
 ) -> list[str]:
-    """What a kernel has worse than the emulation, measured against float64 on the dequantized inputs."""
+    """What a kernel has worse than the emulation, measured against float64 on the dequantized inputs: that of calls
+    which return the LSE, and that of others where it is another."""
     scale = parts.q.shape[3] ** -0.5
     out, lse = attend(parts, scale, causal, backend, two_level)
+    without_lse, _ = attend(parts, scale, causal, backend, two_level, wants_lse=False)
     lagging = backend == "hopper" and lags(parts, causal, two_level)
     emulations = emulate(parts, causal, lagging)
     _, like_lse = emulations[0]
@@ -102,6 +105,10 @@ def find_differences(
     # "not <=" so that NaN counts as wrong.
     if not error <= allowed_of_out:
         wrong.append(f"RMS error {error:.3e}, emulation {emulated:.3e}, output {rms(oracle):.3e}")
+    if not torch.equal(without_lse, out):
+        error = rms(without_lse.double() - oracle)
+        if not error <= allowed_of_out:
+            wrong.append(f"without LSE: RMS error {error:.3e}, emulation {emulated:.3e}")
     visible = like_lse > -math.inf
     if not bool(torch.equal(lse > -math.inf, visible)):
         wrong.append("LSE of rows without keys")
@@ -114,7 +121,7 @@ def find_differences(
     difference = (lse - like_lse)[visible].abs()
     if not bool((difference <= allowed[visible]).all()):
         wrong.append(f"LSE differs by {difference.max().item():.3e}")
-    if not bool((out.transpose(1, 2)[~visible] == 0).all()):
+    if not all(bool((x.transpose(1, 2)[~visible] == 0).all()) for x in (out, without_lse)):
         wrong.append("rows without keys are not 0")
     return wrong
 
@@ -227,7 +234,8 @@ def test_fp8_tensors_with_descales(draw, head_dim: int, backend: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 112, 128, 256])
 def test_codes_up_to_448(draw, head_dim: int, causal: bool) -> None:
-    """Whose scores float16 holds only if the kernel lowers rows of Q, of which one is 0 and one has 448 alone."""
+    """Whose scores float16 holds only if the kernel lowers rows of Q, of which one is 0 and one has 448 alone. A call
+    that returns the LSE has them in float32."""
     x = draw(torch.float16, 2, (3100, 3100), (4, 2), head_dim)
     x.q[:, 5] = 0.0
     x.q[:, 70, :, 3] = 9.0
@@ -236,8 +244,14 @@ def test_codes_up_to_448(draw, head_dim: int, causal: bool) -> None:
     data = [(f * t.float()).to(torch.float8_e4m3fn) for f, t in zip(factors, (x.q, x.k, x.v), strict=True)]
     descales = [1.0 / factors[0][:, 0, ::2, 0], 1.0 / factors[1][:, 0, :, 0], 1.0 / factors[2][:, 0, :, 0]]
     parts = from_descales(*data, *descales, torch.bfloat16)
-    assert select_config(problem_of(parts, causal)).lowers_queries
+    assert select_config(problem_of(parts, causal, without_lse=True)).lowers_queries
+    assert select_config(problem_of(parts, causal)).softmax is not Softmax.HALF_SCORES
     assert find_differences(parts, causal) == []
+    names = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    for returns_lse in (False, True):
+        found = flash_attn_func(*data, causal=causal, **names, return_attn_probs=returns_lse)
+        like = attend(parts, head_dim**-0.5, causal, "hopper", False, returns_lse)
+        assert all(map(torch.equal, found, like)) if returns_lse else torch.equal(found, like[0])
 
 
 @pytest.mark.parametrize(
@@ -275,12 +289,20 @@ def test_the_kernel_transposes_v_in_rows(draw, head_dim: int) -> None:
             launch = find_fp8_launch(transposed, *strides, x.q.device, "hopper")
             like, like_lse = launch(parts, head_dim**-0.5, True)
             # Measured from different maxima, P is rounded differently: by 2.7 % in either kernel.
-            config = select_config(transposed)
-            lagging = config.softmax in STALE_MAXIMUM
+            lagging = select_config(transposed).softmax is Softmax.LAGGING
             assert (out - like).float().norm() <= (0.05 if lagging else 0.02) * like.float().norm()
             visible = like_lse > -math.inf
-            # Both make the same sums of Q K^T, but for those in float16.
-            assert ((lse - like_lse).abs() <= lse_rounding(config, like_lse))[visible].all()
+            # Both make the same sums of Q K^T.
+            rounding = LAGGING_LSE_ROUNDING if lagging else LSE_ROUNDING
+            assert ((lse - like_lse)[visible].abs() <= rounding).all()
+            # In float16, and of rows of Q that are lowered, as nobody gets the LSE: the error may be no larger.
+            transposed = transposed._replace(without_lse=True)
+            launch = find_fp8_launch(transposed, *strides, x.q.device, "hopper")
+            like, _ = launch(parts, head_dim**-0.5, False)
+            lagging = select_config(transposed).softmax in STALE_MAXIMUM
+            oracle, emulations = oracle_of(parts, causal), emulate(parts, causal, lagging)
+            emulated = max(rms(emulation.double() - oracle) for emulation, _ in emulations)
+            assert rms(like.double() - oracle) <= allowed_error(emulated, oracle, like, lagging)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

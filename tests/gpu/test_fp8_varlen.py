@@ -46,19 +46,18 @@ random_case = partial(test_varlen.random_case, sequences=7)
 def wrong_of(
     parts: PackedQuantizedQKV, case: Case, causal: bool, window: tuple[int, int], backend: str, **options: Any
 ) -> list[Any]:
-    """What is wrong with attention on packed tensors: sequence by sequence, and in rows of none."""
+    """What is wrong with attention on packed tensors: sequence by sequence, and in rows of none; with the LSE, with an
+    exact one, and without where that kernel is another."""
     options |= {"window_size": window, "backend": backend}
-    return [
-        wrong
+    found = [
+        flash_attn_quantized_func(parts, None, causal, True, **options, exact_lse=exact_lse)
         for exact_lse in (False, True)
-        for wrong in wrong_results(
-            parts,
-            case,
-            *flash_attn_quantized_func(parts, None, causal, True, **options, exact_lse=exact_lse),
-            causal,
-            window,
-            backend,
-        )
+    ]
+    without_lse, (out, lse) = flash_attn_quantized_func(parts, None, causal, **options), found[0]
+    if not torch.equal(without_lse, out):
+        found.append((without_lse, lse))
+    return [
+        wrong for results in found for wrong in wrong_results(parts, case, *results, causal, window, backend)
     ]
 
 

@@ -170,7 +170,7 @@ def test_fp8_output_that_does_not_fit_into_the_memory_of_q_is_refused():
 
 
 def test_what_a_softmax_that_lags_needs_is_named():
-    config = select_fp8_forward_config(128, 128, True, "bfloat16", 1024)
+    config = select_fp8_forward_config(128, 128, False, "bfloat16", 8192)
     assert config.softmax is Softmax.LAGGING
     for change, message in (
         ({"pipelined": False}, "pipelined is False, allowed with softmax 'lagging': True"),

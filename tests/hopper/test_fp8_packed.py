@@ -167,11 +167,11 @@ def test_a_nan_stays_in_its_sequence() -> None:
 
 @pytest.mark.parametrize("half_scores", [True, False])
 def test_tiles_that_are_selected(half_scores: bool) -> None:
-    """Also of codes that promise nothing, whose queries are lowered."""
+    """Also of codes that promise nothing, whose queries are lowered where nobody gets the LSE."""
     packing = Packing.of([(150, 300), (40, 20)], TAIL)
     c = Fp8Quantization(block_k=128)
     parts = quantize_packed_by_torch(*draw(packing, (2, 1), 128), lengths_of(packing), c)
-    options = {"half_scores": half_scores, "layout": "varlen"}
+    options = {"half_scores": half_scores, "layout": "varlen", "without_lse": not half_scores}
     config = select_fp8_forward_config(128, 128, False, "bfloat16", 0, 128, **options)
     assert config.softmax is Softmax.HALF_SCORES and config.consumers == 3
     assert config.lowers_queries != half_scores

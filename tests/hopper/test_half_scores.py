@@ -211,10 +211,13 @@ def test_some_columns_must_come_from_mufu() -> None:
         config_of(pairs=8)
 
 
-def test_queries_are_lowered_whose_scores_may_not_fit() -> None:
+def test_scores_that_may_not_fit_are_in_float32_for_an_lse_and_lowered_without() -> None:
     assert scores_fit_half(28.0, 28.0, 64) and scores_fit_half(8.0, 28.0, 128)
     assert not scores_fit_half(448.0, 448.0, 64) and not scores_fit_half(28.0, 28.0, 128)
     for head_dim in (64, 128):
         for causal in (False, True):
-            config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", 8192)
+            of_call = head_dim, head_dim, causal, "bfloat16", 8192
+            config = select_fp8_forward_config(*of_call)
+            assert config.softmax is Softmax.LAGGING and not config.lowers_queries
+            config = select_fp8_forward_config(*of_call, without_lse=True)
             assert config.softmax is Softmax.HALF_SCORES and config.lowers_queries

@@ -74,8 +74,9 @@ def test_opcheck_of_the_quantizer(c: Fp8Quantization, seqlen_k: int) -> None:
 @EVERY_OPTION
 def test_opcheck_of_attention_on_its_result(c: Fp8Quantization) -> None:
     tensors, *others = take_apart(quantize_qkv(*qkv(), quantization=c))
-    for two_level in (False, True):
-        arguments = (*tensors, *(x for part in others for x in part), 0.2, True, None, two_level)
+    for two_level, wants_lse in ((False, True), (True, True), (False, False)):
+        of_call = 0.2, True, None, two_level
+        arguments = (*tensors, wants_lse, *(x for part in others for x in part), *of_call)
         torch.library.opcheck(OPS.forward_quantized.default, arguments, test_utils=NO_SCHEMA_CHECK)
 
 

@@ -179,8 +179,9 @@ def test_the_operators_say_the_shapes_that_they_give() -> None:
     factors = descales().values()
     sides = -1, -1, 0
     of_two = tuple(draw_scores("all", 2, 4).values())
-    options = 0.2, True, None, False, 0, *sides
-    torch.library.opcheck(OPS.forward_fp8.default, (*qkv(), *factors, *options, *of_two), **checked)
+    for wants_lse in (True, False):
+        options = 0.2, True, None, False, 0, wants_lse, *sides
+        torch.library.opcheck(OPS.forward_fp8.default, (*qkv(), *factors, *options, *of_two), **checked)
     q, k, v = (x.to(E4M3) for x in CASE.tensors(torch.float32, poisoned=False))
     cu_q, cu_k, max_q, max_k, used_q, used_k = CASE.lengths
     lengths = cu_q, cu_k, used_q, used_k, max_q, max_k

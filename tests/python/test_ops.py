@@ -46,8 +46,8 @@ def test_opcheck_forward_fp8() -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in qkv())
     descale = torch.ones(2, 2)
     arguments = (q, k, v, descale, None, descale, 0.2, True, None)
-    for two_level in (False, True):
-        torch.library.opcheck(OPS.forward_fp8.default, (*arguments, two_level), test_utils=NO_SCHEMA_CHECK)
+    for of_call in ((False,), (True,), (False, 0, False)):
+        torch.library.opcheck(OPS.forward_fp8.default, (*arguments, *of_call), test_utils=NO_SCHEMA_CHECK)
 
 
 @pytest.mark.parametrize("sizes", [(0, 13, 4), (9, 0, 4), (9, 13, 0)])

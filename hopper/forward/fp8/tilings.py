@@ -104,7 +104,8 @@ FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         *FP8_TILINGS[256, True],
     ),
 }
-"""As ``FP8_TILINGS``, for Q and K whose scores fit float16, or are made to (``lowers_queries``)."""
+"""As ``FP8_TILINGS``, for Q and K whose scores fit float16, or are made to where nobody gets the LSE
+(``lowers_queries``)."""
 
 LARGEST_HALF = 65504.0
 """Of float16."""
@@ -179,14 +180,16 @@ def select_fp8_forward_config(
     layout: str = DENSE,
     chunk: bool = False,
     exact_lse: bool = False,
+    without_lse: bool = False,
 ) -> Fp8ForwardConfig:
     """The config that serves an e4m3 problem with an output of dtype ``output``.
 
     ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v),
     ``two_level`` that P V is to be added to O in float32, and ``half_scores`` that scores fit float16
-    (``scores_fit_half``), to which a kernel with such scores sees otherwise. ``seqlen_k`` are the keys that a query
-    sees at most, which packed sequences do not tell. ``exact_lse`` asks for an LSE to merge partial results by, from V
-    that comes transposed.
+    (``scores_fit_half``). ``seqlen_k`` are the keys that a query sees at most, which packed sequences do not tell.
+    ``exact_lse`` asks for an LSE to merge partial results by, from V that comes transposed. ``without_lse`` says that
+    nobody gets the LSE: then scores that may not fit float16 lie in it too, since the kernel lowers queries. Their LSE
+    would be three times as coarse as that of scores in float32.
 
     Raises:
         ValueError: a head dimension is too large, no tiling divides ``block_k``, or V in rows meets ``exact_lse``.
@@ -201,7 +204,7 @@ def select_fp8_forward_config(
     if exact_lse:
         tilings = FP8_EXACT_LSE_TILINGS[min(fits)]
     else:
-        tilings = _fp8_tilings(min(fits), causal, v_rows, two_level)
+        tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores or without_lse)
     if layout == VARLEN:
         seqlen_k = PACKED_SEQLEN
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
@@ -220,12 +223,14 @@ def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
     return largest_q * largest_k * head_dim <= LARGEST_HALF
 
 
-def _fp8_tilings(head_dim: int, causal: bool, v_rows: bool, two_level: bool) -> tuple[Tiling, ...]:
+def _fp8_tilings(
+    head_dim: int, causal: bool, v_rows: bool, two_level: bool, half_scores: bool
+) -> tuple[Tiling, ...]:
     if two_level:
         return (FP8_TWO_LEVEL_ROW_TILINGS if v_rows else FP8_TWO_LEVEL_TILINGS)[head_dim]
     if v_rows:
         return FP8_ROW_TILINGS[head_dim]
-    return FP8_HALF_SCORES_TILINGS[head_dim, causal]
+    return (FP8_HALF_SCORES_TILINGS if half_scores else FP8_TILINGS)[head_dim, causal]
 
 
 def _build(tiling: Tiling, head_dim: int, causal: bool, output: str) -> Fp8ForwardConfig:
@@ -263,14 +268,15 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
         config
         for output in DTYPES
         for head_dim, causal in FP8_TILINGS
-        for tiling in _fp8_tilings(head_dim, causal, v_rows=False, two_level=two_level)
+        for half_scores in (False, True)
+        for tiling in _fp8_tilings(head_dim, causal, False, two_level, half_scores)
         for config in _with_any_codes(_build(tiling, head_dim, causal, output))
     )
     # FP8 tensors with descales, which are what comes in rows, give bfloat16.
     rows = tuple(
         _build(tiling, head_dim, causal, "bfloat16")
         for head_dim in FP8_ROW_TILINGS
-        for tiling in _fp8_tilings(head_dim, False, v_rows=True, two_level=two_level)
+        for tiling in _fp8_tilings(head_dim, False, True, two_level, half_scores=False)
         for causal in (False, True)
     )
     return tuple(dict.fromkeys(transposed + rows))

@@ -77,6 +77,11 @@ def no_vectors(batch: int, heads: int, device: torch.device) -> Tensor:
     return make_apart(lambda: torch.empty_strided(shape, strides, dtype=torch.float32, device=device))
 
 
+def without_rows(lse: Tensor) -> Tensor:
+    """What operators return in place of an ``lse`` that nobody wants: a new tensor (..., 0)."""
+    return lse.new_empty((*lse.shape[:-1], 0))
+
+
 def _current_device() -> int:
     return torch.cuda.current_device()
 

@@ -235,7 +235,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors: out, with what was done to V undone, and lse.
 
-    Without ``wants_lse`` the lse may lack its rows; ``exact_lse`` is that of an ``Fp8AttentionProblem``.
+    Without ``wants_lse`` the lse may lack its rows, and the problem is one ``without_lse``; ``exact_lse`` too is that
+    of an ``Fp8AttentionProblem``.
     ``causal`` and ``window`` are those of a ``MaskSpec``. ``two_level`` is that of ``Fp8Problem``. ``sm_margin``
     multiprocessors are left to others by the FP8 kernel.
 
@@ -244,7 +245,7 @@ def attend(
             kernel no multiprocessor.
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
-    launch = launch_for(parts, causal, backend, two_level, sm_margin, window, exact_lse)
+    launch = launch_for(parts, causal, backend, two_level, sm_margin, window, exact_lse, not wants_lse)
     return launch(parts, softmax_scale, wants_lse, window)
 
 
@@ -256,6 +257,7 @@ def launch_for(
     sm_margin: int,
     window: Sides,
     exact_lse: bool,
+    without_lse: bool,
 ) -> Fp8Launch:
     """What serves a call of ``attend``, which says what the arguments are and what is raised."""
     q, k, v = parts.q, parts.k, parts.v
@@ -279,6 +281,7 @@ def launch_for(
         sm_margin,
         window,
         exact_lse,
+        without_lse,
     )
 
 
@@ -303,6 +306,7 @@ def _find_flat(
     sm_margin: int,
     window: Sides,
     exact_lse: bool,
+    without_lse: bool,
 ) -> Fp8Launch:
     """``find_fp8_launch`` by what ``problem_of`` reads, which costs less than to make a problem at every call. V has
     rows, or ``keys`` of them if it is transposed."""
@@ -319,6 +323,7 @@ def _find_flat(
         window,
         v_rows=keys is None,
         exact_lse=exact_lse,
+        without_lse=without_lse,
     )
     return find_fp8_launch(problem, q_strides, k_strides, device, backend, sm_margin)
 
@@ -329,6 +334,7 @@ def problem_of(
     two_level: bool = False,
     window: Sides = FULL_SIDES,
     exact_lse: bool = False,
+    without_lse: bool = False,
 ) -> Fp8Problem:
     """What the rules need to know of quantized tensors; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     q, k, v = parts.q, parts.k, parts.v
@@ -342,6 +348,7 @@ def problem_of(
         window,
         v_rows=isinstance(v, QuantizedTensor),
         exact_lse=exact_lse,
+        without_lse=without_lse,
     )
 
 
@@ -355,6 +362,7 @@ def problem_of_sizes(
     window: Sides,
     v_rows: bool = False,
     exact_lse: bool = False,
+    without_lse: bool = False,
 ) -> Fp8Problem:
     """``problem_of`` tensors of these shapes, with so many rows a scale and no larger codes of Q and K than these."""
     block_q, block_k, block_v = (block_of(rows, shape[1]) for rows, shape in zip(blocks, shapes, strict=True))
@@ -370,6 +378,7 @@ def problem_of_sizes(
         half_scores=scores_fit_half(*largest, shapes[0][3]),
         window=window,
         exact_lse=exact_lse,
+        without_lse=without_lse,
     )
 
 

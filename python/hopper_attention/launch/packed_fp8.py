@@ -178,11 +178,17 @@ def mean_of_rows(parts: PackedQuantizedQKV, causal: bool, window: Sides) -> Tens
 
 
 def packed_problem_of(
-    parts: PackedQuantizedQKV, causal: bool, two_level: bool, window: Sides, exact_lse: bool = False
+    parts: PackedQuantizedQKV,
+    causal: bool,
+    two_level: bool,
+    window: Sides,
+    exact_lse: bool = False,
+    without_lse: bool = False,
 ) -> Fp8AttentionProblem:
     """What of them decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     q, k, v = parts.q, parts.k, parts.v
     has_rows = not isinstance(v, PackedTransposedV)
+    half_scores = scores_fit_half(q.largest, k.largest, q.shape[2])
     return Fp8AttentionProblem(
         FP8_DTYPE,
         parts.dtype,
@@ -197,8 +203,9 @@ def packed_problem_of(
         v_rows=has_rows,
         transposes=has_rows and not exact_lse,
         two_level=two_level,
-        half_scores=scores_fit_half(q.largest, k.largest, q.shape[2]),
+        half_scores=half_scores,
         exact_lse=exact_lse,
+        without_lse=without_lse and not half_scores,
     )
 
 
@@ -241,7 +248,7 @@ def attend_packed(
 
     Rows of no sequence get 0 and -inf, as do rows that see no key.
     """
-    problem = packed_problem_of(parts, causal, two_level, window, exact_lse)
+    problem = packed_problem_of(parts, causal, two_level, window, exact_lse, not wants_lse)
     launch = find_packed_fp8(problem, parts.q.data.device, backend, sm_margin)
     if is_empty(parts.q.data, parts.k.data, parts.lengths):
         return no_results(parts)
