@@ -193,7 +193,9 @@ def flash_attn_func(
             the same bits in every run either way. torch.use_deterministic_algorithms(True) does the same.
         sm_margin: streaming multiprocessors that the Hopper kernel of the forward pass leaves to others, fewer than the
             GPU has. The other backends and the backward pass use all.
-        return_attn_probs: also return the LSE (FlashAttention's name for it, kept).
+        return_attn_probs: also return the LSE (FlashAttention's name for it, kept). For float8_e4m3fn the Hopper kernel
+            then has scores in float32, else mostly in float16: with it a call is slower, and its output differs in the
+            last digits.
         two_level_accumulation: for float8_e4m3fn on the Hopper kernel: add the products of its key tiles in float32,
             as in :func:`hopper_attention.flash_attn_fp8_func`. Changes nothing elsewhere.
         backend: "hopper", "ampere" (runs on Hopper GPUs too), "torch" (torch's fused attention, without windows

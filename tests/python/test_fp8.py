@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hopper.config import validate_forward_config
-from hopper.forward.fp8.config import FP8_KEY_ORDER, Fp8ForwardConfig
+from hopper.forward.fp8.config import FP8_KEY_ORDER, Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.tilings import select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper_attention import (
     compile_cache,
+    explain,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -432,3 +433,26 @@ def test_gradients_take_whatever_quantization_takes() -> None:
     assert torch.equal(out, expected)
     out.sum().backward()
     assert q.grad is not None and bool(q.grad.isfinite().all()) and bool(q.grad.any())
+
+
+@pytest.mark.parametrize("way", ["e4m3 tensors", "parts", "compiled e4m3 tensors", "compiled parts"])
+def test_scores_are_in_float16_only_where_nobody_gets_the_lse(
+    hopper: tuple[FakeKernel, list[Fp8ForwardConfig]], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Of codes that promise nothing. What runs is what ``explain`` says, with the LSE and without."""
+    kernel, configs = hopper
+    monkeypatch.setattr(fp8_launch, "transpose_values", transpose_for_kernel)
+    e4m3 = [torch.zeros(1, 2000, 1, 64, dtype=torch.float8_e4m3fn) for _ in range(3)]
+    parts = from_descales(*e4m3, None, None, None, torch.bfloat16)
+    function, given = (flash_attn_quantized_func, [parts]) if "parts" in way else (flash_attn_func, e4m3)
+    if "compiled" in way:
+        torch._dynamo.reset()
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    softmaxes = {False: Softmax.HALF_SCORES, True: Softmax.LAGGING}
+    for returns_lse in (False, True, False):
+        found = function(*given, return_attn_probs=returns_lse)
+        planned = explain(*e4m3, return_attn_probs=returns_lse, device_capability=(9, 0)).config
+        assert configs[-1 if returns_lse else 0] == planned and planned.softmax is softmaxes[returns_lse]
+        assert kernel.arguments[4].shape == (1, 1, 2000 if returns_lse else 0)
+        assert not returns_lse or found[1].shape == (1, 1, 2000)
+    assert len(configs) == 2
