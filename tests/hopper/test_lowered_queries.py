@@ -81,9 +81,7 @@ def test_scores_of_codes_up_to_448(head_dim: int, causal: bool) -> None:
     assert_near(config, out, lse, exact, exact_lse)
 
 
-def assert_near(
-    config: Fp8ForwardConfig, out: Tensor, lse: Tensor, exact: Tensor, exact_lse: Tensor
-) -> None:
+def assert_near(config: Fp8ForwardConfig, out: Tensor, lse: Tensor, exact: Tensor, exact_lse: Tensor) -> None:
     """The LSE, which nobody gets, tells whether the sums are right."""
     rows = [row for row in range(out.shape[1]) if row != OPPOSED]
     assert relative(out[:, rows], exact[:, rows]) < 0.04
