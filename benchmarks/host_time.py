@@ -1,6 +1,6 @@
 """Host time of calls on tiny tensors, of every kind: forward, backward, FP8, sizes that are new, decoding.
 
-    python benchmarks/host_time.py [--calls 300] [--rounds 11] [--out host_time.json]
+    python benchmarks/host_time.py [--calls 300] [--rounds 11] [--commit C] [--out host_time.json]
 
 As ``hopper-attention bench latency``: the wall clock of calls that a GPU executes sooner than they are queued; the
 median of several rounds, in which the kinds take turns. A backward call is what ``torch.autograd.grad`` takes.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -32,6 +32,8 @@ from hopper_attention import (
     quantize_qkv,
 )
 from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
+from hopper_attention.experiments.bench.run import describe_place
+from hopper_attention.experiments.reports import dump_figures, write_text
 
 Call = Callable[[], Any]
 LENGTHS = 8192
@@ -101,7 +103,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--calls", type=int, default=300, help="calls a measurement")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--out", type=Path, help="JSON: microseconds a call, by kind")
+    parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
+    parser.add_argument(
+        "--out", type=Path, help="JSON: microseconds a call, by kind, [median, least] of the rounds"
+    )
     options = parser.parse_args(arguments)
     calls = dense_calls() | packed_calls() | decode_calls()
     for call in calls.values():
@@ -116,7 +121,12 @@ def main(arguments: list[str]) -> int:
     for name, median in medians.items():
         print(f"{name:40} {median:8.1f} us, {min(samples[name]):8.1f} to {max(samples[name]):8.1f}")
     if options.out:
-        options.out.write_text(json.dumps(medians, indent=1) + "\n", encoding="utf-8")
+        head = describe_place("host_time", "cuda", options.commit)
+        method = (
+            f"{options.rounds} rounds in turns of {options.calls} calls, which are queued while the GPU works"
+        )
+        us = {name: [median, min(samples[name])] for name, median in medians.items()}
+        write_text(options.out, dump_figures({**head, "cores": os.cpu_count(), "method": method, "us": us}))
     return 0
 
 
