@@ -3,7 +3,8 @@
     python benchmarks/host_time.py [--calls 300] [--rounds 11] [--commit C] [--out host_time.json]
 
 As ``hopper-attention bench latency``: the wall clock of calls that a GPU executes sooner than they are queued; the
-median of several rounds, in which the kinds take turns. A backward call is what ``torch.autograd.grad`` takes.
+median of several rounds, in which the kinds take turns. Run it twice with the same file: a process may share its cores.
+A backward call is what ``torch.autograd.grad`` takes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from hopper_attention import (
 )
 from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
 from hopper_attention.experiments.bench.run import describe_place
-from hopper_attention.experiments.reports import dump_figures, write_text
+from hopper_attention.experiments.calls import HOST_KIND
+from hopper_attention.experiments.reports import dump_figures, load_figures, write_text
 
 Call = Callable[[], Any]
 LENGTHS = 8192
@@ -97,6 +99,19 @@ def decode_calls() -> dict[str, Call]:
     return calls | {"get_scheduler_metadata": plan}
 
 
+OUT_HELP = """JSON: microseconds by call, for each process the median and the least of its rounds; to a file that is
+there of the same commit this process is added"""
+
+
+def with_earlier(report: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The report with the figures of earlier processes, which lie at ``path``, in front of its own."""
+    earlier = load_figures(path.read_text(encoding="utf-8"), HOST_KIND) if path.is_file() else report
+    if earlier is report or earlier["commit"] != report["commit"]:
+        return report
+    us = {call: [*earlier["us"].get(call, []), *figures] for call, figures in report["us"].items()}
+    return {**report, "us": us}
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -121,12 +136,13 @@ def main(arguments: list[str]) -> int:
     for name, median in medians.items():
         print(f"{name:40} {median:8.1f} us, {min(samples[name]):8.1f} to {max(samples[name]):8.1f}")
     if options.out:
-        head = describe_place("host_time", "cuda", options.commit)
+        head = describe_place(HOST_KIND, "cuda", options.commit)
         method = (
             f"{options.rounds} rounds in turns of {options.calls} calls, which are queued while the GPU works"
         )
-        us = {name: [median, min(samples[name])] for name, median in medians.items()}
-        write_text(options.out, dump_figures({**head, "cores": os.cpu_count(), "method": method, "us": us}))
+        us = {name: [[median, min(samples[name])]] for name, median in medians.items()}
+        report = {**head, "cores": os.cpu_count(), "method": method, "us": us}
+        write_text(options.out, dump_figures(with_earlier(report, options.out)))
     return 0
 
 
