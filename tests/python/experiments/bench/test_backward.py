@@ -233,7 +233,7 @@ def fake_report(ratio: float = 1.1, lacking: tuple[int, ...] = (256,)) -> Forwar
 def test_targets_are_those_that_were_promised() -> None:
     targets = backward_targets(fake_report(lacking=()))
     assert [target.required for target in targets] == [
-        ">= 0.95", ">= 1.05", "36 cells", ">= 570 TFLOP/s", ">= 650 TFLOP/s", ">= 480 TFLOP/s",
+        ">= 1.00", ">= 1.10", "36 cells", ">= 570 TFLOP/s", ">= 650 TFLOP/s", ">= 480 TFLOP/s",
     ]  # fmt: skip
     assert all(target.met for target in targets)
     assert targets[4].what == "backward, bf16-b1-s16384-h16-d128-causal"
