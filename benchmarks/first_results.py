@@ -28,6 +28,7 @@ from rich.table import Table
 from hopper_attention.compile_cache import CACHE_DIR_VARIABLE
 from hopper_attention.experiments.bench.peers import Setting
 from hopper_attention.experiments.bench.run import describe_run
+from hopper_attention.experiments.calls import FIRST_KIND
 from hopper_attention.experiments.reports import dump_rows, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     pages = [page.resolve() for page in given.pages] or [ROOT / name for name in PAGES]
     rows = measure(pages, given.runs, given.seconds)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    head = describe_run("first_results", {}, Setting(device, ""), given.commit) | {"cores": os.cpu_count()}
+    head = describe_run(FIRST_KIND, {}, Setting(device, ""), given.commit) | {"cores": os.cpu_count()}
     write_text(given.out, dump_rows(head | {"limit_s": LIMIT_S}, "rows", [asdict(row) for row in rows]))
     Console(width=None if sys.stdout.isatty() else 150).print(table_of(rows))
     return rows

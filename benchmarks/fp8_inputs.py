@@ -67,6 +67,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--families", default=",".join(family.name for family in FAMILIES))
     parser.add_argument("--fa3-library", default="", help="path of sglang-kernel's flash_ops.abi3.so")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     setting = Setting(options.device, options.fa3_library)
@@ -84,7 +85,7 @@ def main(arguments: list[str]) -> int:
             shown = "  ".join(f"{n} {t:.1f} us {cell['error'][n]:.2e}" for n, t in cell["us"].items())
             print(f"{problem.name:38} {family.name:9} {shown}", flush=True)
     head = {
-        **describe_place(KIND, setting.device),
+        **describe_place(KIND, setting.device, options.commit),
         "method": {
             "rounds": "7 in turns, bursts of 5 ms, device time, inputs that rotate through memory",
             "error": "of two heads, evenly spaced rows",

@@ -1,9 +1,10 @@
 """Host time of calls on tiny tensors, of every kind: forward, backward, FP8, sizes that are new, decoding.
 
-    python benchmarks/host_time.py [--calls 300] [--rounds 11] [--out host_time.json]
+    python benchmarks/host_time.py [--calls 300] [--rounds 11] [--commit C] [--out host_time.json]
 
 As ``hopper-attention bench latency``: the wall clock of calls that a GPU executes sooner than they are queued; the
-median of several rounds, in which the kinds take turns. A backward call is what ``torch.autograd.grad`` takes.
+median of several rounds, in which the kinds take turns. Run it twice with the same file: a process may share its cores.
+A backward call is what ``torch.autograd.grad`` takes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -32,6 +33,9 @@ from hopper_attention import (
     quantize_qkv,
 )
 from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
+from hopper_attention.experiments.bench.run import describe_place
+from hopper_attention.experiments.calls import HOST_KIND
+from hopper_attention.experiments.reports import dump_figures, load_figures, write_text
 
 Call = Callable[[], Any]
 LENGTHS = 8192
@@ -95,13 +99,29 @@ def decode_calls() -> dict[str, Call]:
     return calls | {"get_scheduler_metadata": plan}
 
 
+OUT_HELP = """JSON: microseconds by call, for each process the median and the least of its rounds; to a file that is
+there of the same commit this process is added"""
+
+
+def with_earlier(report: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The report with the figures of earlier processes, which lie at ``path``, in front of its own."""
+    earlier = load_figures(path.read_text(encoding="utf-8"), HOST_KIND) if path.is_file() else report
+    if earlier is report or earlier["commit"] != report["commit"]:
+        return report
+    us = {call: [*earlier["us"].get(call, []), *figures] for call, figures in report["us"].items()}
+    return {**report, "us": us}
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--calls", type=int, default=300, help="calls a measurement")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--out", type=Path, help="JSON: microseconds a call, by kind")
+    parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
+    parser.add_argument(
+        "--out", type=Path, help="JSON: microseconds a call, by kind, [median, least] of the rounds"
+    )
     options = parser.parse_args(arguments)
     calls = dense_calls() | packed_calls() | decode_calls()
     for call in calls.values():
@@ -116,7 +136,13 @@ def main(arguments: list[str]) -> int:
     for name, median in medians.items():
         print(f"{name:40} {median:8.1f} us, {min(samples[name]):8.1f} to {max(samples[name]):8.1f}")
     if options.out:
-        options.out.write_text(json.dumps(medians, indent=1) + "\n", encoding="utf-8")
+        head = describe_place(HOST_KIND, "cuda", options.commit)
+        method = (
+            f"{options.rounds} rounds in turns of {options.calls} calls, which are queued while the GPU works"
+        )
+        us = {name: [[median, min(samples[name])]] for name, median in medians.items()}
+        report = {**head, "cores": os.cpu_count(), "method": method, "us": us}
+        write_text(options.out, dump_figures(with_earlier(report, options.out)))
     return 0
 
 

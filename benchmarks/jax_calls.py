@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import sys
@@ -41,6 +40,9 @@ import jax.numpy as jnp
 import torch
 
 from hopper_attention import flash_attn_func
+from hopper_attention.experiments.bench.run import describe_place
+from hopper_attention.experiments.calls import JAX_KIND
+from hopper_attention.experiments.reports import dump_figures, write_text
 from hopper_attention.integrations.jax import ffi, flash_attention, script
 from hopper_attention.launch.forward import ForwardLauncher, find_launch
 
@@ -193,11 +195,12 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     is_gpu = options.device == "cuda"
-    figures: dict[str, Any] = {"jax": jax.__version__, "torch": torch.__version__, "rounds": options.rounds}
-    figures["gpu"] = torch.cuda.get_device_name() if is_gpu else "none"
+    place = describe_place(JAX_KIND, options.device, options.commit)
+    figures: dict[str, Any] = {**place, "jax": jax.__version__, "rounds": options.rounds}
     large = LARGE if is_gpu else SMALL
     register_empty_call(ffi.PLATFORM if is_gpu else "cpu")
     for what, make, shape, measure_one, calls in (
@@ -211,8 +214,7 @@ def main(arguments: list[str]) -> int:
             print(f"  {name:18} {us:9.1f}")
         for name in RATIOS:
             print(f"  {name}: {found[name]:.2f}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(figures, indent=1) + "\n")
+    write_text(options.out, dump_figures(figures))
     return 0
 
 

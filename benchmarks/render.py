@@ -21,6 +21,8 @@ from hopper_attention.experiments.bench.machine import repository_root
 from hopper_attention.experiments.bench.plot import plot_forward
 from hopper_attention.experiments.bench.render import render_page, splice
 from hopper_attention.experiments.bench.results import KINDS, ForwardReport, load_forward
+from hopper_attention.experiments.calls import PARTS as CALLS
+from hopper_attention.experiments.calls import render_calls
 from hopper_attention.experiments.families.page import KIND as FAMILIES_KIND
 from hopper_attention.experiments.families.page import render_families
 from hopper_attention.experiments.features.plot import plot_features
@@ -130,7 +132,7 @@ def read_serving(results: Path) -> list[ServingReport]:
 
 
 def read_others(results: Path, kind: str) -> list[dict[str, Any]]:
-    """The report of a Llama by Transformers, of a small GPT in training, or of FP8 by input, if there is one."""
+    """A report of this kind whose page takes it as it is, if there is one."""
     report = read_figures(results / f"{kind}_{GPU}.json", kind)
     return [] if report is None else [report]
 
@@ -191,6 +193,9 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         pages[folder / "models.md"] = render_models(models)
     for training in read_others(results, TRAINING_KIND):
         pages[folder / "training.md"] = render_training(training, "training.png")
+    calls = {kind: report for kind in CALLS for report in read_others(results, kind)}
+    if calls:
+        pages[folder / "host_time.md"] = render_calls(calls)
     for timeline in read_timeline(results):
         pages[folder / "timeline.md"] = render_timeline(timeline)
     return {readme: text, **pages}

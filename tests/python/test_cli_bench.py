@@ -158,7 +158,8 @@ def test_backward_of_a_small_problem(tmp_path: Path) -> None:
     run = ("--device", "cpu", "--budget", 0.2, "--json", out, "--plot", plot)
     output = succeed("backward", "--shapes", "bf16-b1-s96-h2-hk1-d64-causal", *run).output
     data = json.loads(out.read_text())
-    assert data["kind"] == "backward" and set(data["peers"]) == {"ours", "fa3", "fa4", "cudnn", "fa2"}
+    rows = {"ours", "ours_deterministic", "fa3", "fa4", "cudnn", "fa2"}
+    assert data["kind"] == "backward" and set(data["peers"]) == rows
     assert data["cells"][0]["peers"]["ours"]["ok"] and data["method"]["flops"].startswith("10*b*h*sq*sk*d")
     assert "fa3: its library (sglang-kernel) has the forward alone" in output
     assert "Attention, bf16 backward" in plot.read_text()

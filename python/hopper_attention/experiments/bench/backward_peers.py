@@ -21,7 +21,7 @@ from hopper_attention.backward_rules import BackwardProblem, choose_backward, se
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.gradients import draw_output_gradient
 from hopper_attention.experiments.bench.peers import Inputs, Limits, Peer, Prepared, Setting
-from hopper_attention.experiments.bench.results import AMPERE, OURS
+from hopper_attention.experiments.bench.results import AMPERE, OURS, OURS_DETERMINISTIC
 from hopper_attention.experiments.bench.spec import Problem
 
 GRADIENT_LIMITS = {
@@ -50,7 +50,13 @@ def gradients_of(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> Callabl
 # ours
 
 
-def describe_ours(problem: Problem, inputs: Inputs, setting: Setting, backend: str | None = None) -> str:
+def describe_ours(
+    problem: Problem,
+    inputs: Inputs,
+    setting: Setting,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> str:
     """What will run where ``backend`` is asked for.
 
     Raises:
@@ -59,7 +65,7 @@ def describe_ours(problem: Problem, inputs: Inputs, setting: Setting, backend: s
     if not setting.is_cuda:
         return "reference"
     shapes = tuple(inputs.q.shape), tuple(inputs.k.shape), tuple(inputs.v.shape)
-    asked = BackwardProblem(*shapes, inputs.q.dtype, problem.causal)
+    asked = BackwardProblem(*shapes, inputs.q.dtype, problem.causal, deterministic)
     target = target_of(inputs.q.device)
     choice = choose_backward(asked, target, backend)
     if choice.backend not in KERNELS:
@@ -67,11 +73,17 @@ def describe_ours(problem: Problem, inputs: Inputs, setting: Setting, backend: s
     return select_config(asked, choice.backend, target.capability).name
 
 
-def prepare_ours(problem: Problem, inputs: Inputs, setting: Setting, backend: str | None = None) -> Prepared:
+def prepare_ours(
+    problem: Problem,
+    inputs: Inputs,
+    setting: Setting,
+    backend: str | None = None,
+    deterministic: bool = False,
+) -> Prepared:
     """The public function, differentiated."""
-    note = describe_ours(problem, inputs, setting, backend)
+    note = describe_ours(problem, inputs, setting, backend, deterministic)
     q, k, v = leaves = leaves_of(inputs.q, inputs.k, inputs.v)
-    out = flash_attn_func(q, k, v, causal=problem.causal, backend=backend)
+    out = flash_attn_func(q, k, v, causal=problem.causal, deterministic=deterministic, backend=backend)
     return Prepared(gradients_of(out, leaves, draw_output_gradient(problem, setting.device)), note)
 
 
@@ -153,6 +165,10 @@ BACKWARD_PEERS: dict[str, Peer] = {
             limits=gradient_limits,
         ),
         Peer(
+            OURS_DETERMINISTIC, "hopper-attention, deterministic", bench_peers.always_available,
+            bench_peers.our_version, partial(prepare_ours, deterministic=True), limits=gradient_limits,
+        ),
+        Peer(
             "fa3", "FlashAttention-3 (CUDA C++)", why_no_fa3, bench_peers.fa3_version, prepare_fa3,
             limits=gradient_limits,
         ),
@@ -183,4 +199,4 @@ BACKWARD_PEERS: dict[str, Peer] = {
     )
 }  # fmt: skip
 
-DEFAULT_BACKWARD_PEERS = (OURS, "fa3", "fa4", "cudnn", "fa2")
+DEFAULT_BACKWARD_PEERS = (OURS, OURS_DETERMINISTIC, "fa3", "fa4", "cudnn", "fa2")

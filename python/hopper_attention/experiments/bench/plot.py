@@ -13,6 +13,7 @@ from hopper_attention.experiments.bench.results import (
     AMPERE,
     OURS,
     OURS_16_BIT,
+    OURS_DETERMINISTIC,
     OURS_DROP_IN,
     OURS_END_TO_END,
     OURS_TWO_LEVEL,
@@ -31,6 +32,7 @@ COLOURS = {
     OURS_16_BIT: PALETTE["grey"],
     OURS_TWO_LEVEL: PALETTE["blue-light"],
     OURS_DROP_IN: "#4d9684",
+    OURS_DETERMINISTIC: "#4d9684",
     AMPERE: PALETTE["ours-light"],
     "fa3": PALETTE["blue"],
     "fa4": PALETTE["blue-light"],
@@ -41,7 +43,7 @@ COLOURS = {
 }
 DRAWN = (
     *("torch", "flex", "fa2", OURS_16_BIT, "cudnn", "fa4", "fa3"),
-    *(OURS_END_TO_END, AMPERE, OURS_TWO_LEVEL, OURS_DROP_IN, OURS),
+    *(OURS_END_TO_END, AMPERE, OURS_TWO_LEVEL, OURS_DROP_IN, OURS_DETERMINISTIC, OURS),
 )
 """Peers from left to right within a group: slow to fast, ours last."""
 

@@ -23,6 +23,7 @@ OURS_END_TO_END = "ours_e2e"
 OURS_16_BIT = "ours_bf16"
 OURS_TWO_LEVEL = "ours_two_level"
 OURS_DROP_IN = "ours_drop_in"
+OURS_DETERMINISTIC = "ours_deterministic"
 """Rows of an FP8 report beside our kernel: with the pre-pass, from 16 bits to 16 bits; our 16-bit kernel; the FP8
 kernel with two-level accumulation; and FlashAttention-3's own call, on e4m3 tensors with descales."""
 
@@ -35,7 +36,15 @@ AMPERE = "ampere"
 
 def is_ours(peer: str) -> bool:
     """Whether a row runs this library."""
-    return peer in (OURS, OURS_END_TO_END, OURS_16_BIT, OURS_TWO_LEVEL, OURS_DROP_IN, AMPERE)
+    return peer in (
+        OURS,
+        OURS_END_TO_END,
+        OURS_16_BIT,
+        OURS_TWO_LEVEL,
+        OURS_DROP_IN,
+        OURS_DETERMINISTIC,
+        AMPERE,
+    )
 
 
 def is_rival(peer: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from hopper_attention.experiments.bench.results import (
     AMPERE,
     OURS,
+    OURS_DETERMINISTIC,
     Cell,
     Failed,
     ForwardReport,
@@ -31,7 +32,7 @@ class Ratios:
     mean: float
 
 
-FORWARD_RATIOS = Ratios(0.90, 0.97)
+FORWARD_RATIOS = Ratios(1.00, 1.04)
 FP8_RATIOS = Ratios(1.00, 1.10)
 FP8_TFLOPS = {64: 800.0, 128: 1050.0, 256: 1250.0}
 """Of the kernel alone, by head_dim, on the grid's longest problems without a mask."""
@@ -45,13 +46,16 @@ AMPERE_RATIOS = {"forward": Ratios(1.00, 1.10), "backward": Ratios(0.97, 1.05)}
 DROP_IN_RATIOS = Ratios(1.00, 1.10)
 """Of e4m3 tensors with descales."""
 
-BACKWARD_RATIOS = Ratios(0.95, 1.05)
+BACKWARD_RATIOS = Ratios(1.00, 1.10)
+MOST_OF_ANY_ORDER = 1.15
+"""Time of a backward pass whose sums have a fixed order, over one that adds them as they come."""
+
 BACKWARD_TFLOPS = {64: 570.0, 128: 650.0, 256: 480.0}
 """By head_dim, on the grid's longest problems with a causal mask."""
 
 ABLATION_TFLOPS = 661.0
 ABLATION_RATIO = 0.97
-HOST_US = 25.0
+HOST_US = 10.0
 COLD_S = 4.0
 WARM_S = 0.5
 
@@ -69,7 +73,7 @@ def grid_targets(report: ForwardReport, what: str, required: Ratios) -> list[Tar
     if worst is None:
         return []
     enough, mean = sum(ratio >= required.cell for ratio in rated), geometric_mean(rated)
-    lowest = f"{enough} of {total} cells; lowest {worst.ratio:.2f} ({worst.problem.name}, {worst.best_peer})"
+    lowest = f"{enough} of {total} cells; lowest {worst.ratio:.3f} ({worst.problem.name}, {worst.best_peer})"
     of_cells = f"{mean:.3f} of {len(rated)} cells"
     mean_met = mean >= required.mean and len(rated) == total
     return [
@@ -128,7 +132,7 @@ def drop_in_targets(report: ForwardReport) -> list[Target]:
     required, total = DROP_IN_RATIOS, len(paper_grid())
     enough, mean = sum(ratio >= required.cell for ratio in rated.values()), geometric_mean([*rated.values()])
     worst = min(rated, key=rated.__getitem__)
-    lowest = f"{enough} of {total} cells; lowest {rated[worst]:.2f} ({worst})"
+    lowest = f"{enough} of {total} cells; lowest {rated[worst]:.3f} ({worst})"
     of_cells = f"{mean:.3f} of {len(rated)} cells"
     mean_met = mean >= required.mean and len(rated) == total
     return [
@@ -174,9 +178,23 @@ def coverage_targets(report: ForwardReport) -> list[Target]:
     return [Target("backward, a kernel for each cell", f"{total} cells", measured, served == total)]
 
 
+def deterministic_targets(report: ForwardReport) -> list[Target]:
+    """What a fixed order of sums costs at most on the paper's grid; none if that was not run."""
+    times = {c.problem.name: c.quotient(OURS, OURS_DETERMINISTIC) for c in grid_cells(report)}
+    known = {name: time for name, time in times.items() if not math.isnan(time)}
+    if not known:
+        return []
+    most, total = max(known, key=known.__getitem__), len(paper_grid())
+    enough = sum(time <= MOST_OF_ANY_ORDER for time in known.values())
+    measured = f"{enough} of {total} cells; most {known[most]:.3f} ({most})"
+    what = "backward, time of deterministic over ours, each cell"
+    return [Target(what, f"<= {MOST_OF_ANY_ORDER:.2f}", measured, enough == total)]
+
+
 def backward_targets(report: ForwardReport) -> list[Target]:
-    """Ratios over the best peer, coverage, and TFLOP/s on the longest causal problems."""
+    """Ratios over the best peer, coverage, a fixed order's cost, and TFLOP/s on the longest causal problems."""
     targets = grid_targets(report, "backward", BACKWARD_RATIOS) + coverage_targets(report)
+    targets += deterministic_targets(report)
     for head_dim, required in BACKWARD_TFLOPS.items():
         cell = report.cell(longest_problem(head_dim, causal=True))
         if cell is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hopper_attention.experiments.bench.results import OURS, Failed, peer_records, read_peers
+from hopper_attention.experiments.bench.results import OURS, Failed, Measured, peer_records, read_peers
 from hopper_attention.experiments.reports import Target, dump_rows, load_figures, rounded
 from hopper_attention.experiments.serving import spec
 from hopper_attention.experiments.serving.spec import ServingWorkload
@@ -22,6 +22,7 @@ OURS_FP8_QUERIES = "ours_fp8q"
 
 OWN = (OURS, OURS_PLAIN, OURS_FP8_QUERIES)
 MOST_HOST_US = 12.0
+MOST_OF_16_BIT_ERROR = 2.0
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class ServingReport(WorkloadReport[ServingCell]):
 def serving_targets(report: ServingReport) -> list[Target]:
     """What is promised of these workloads, as far as this report can answer."""
     targets = [target for cell in report.cells for target in cell_targets(cell)]
+    targets += error_targets(report.cells)
     ours = report.host.get(OURS)
     if isinstance(ours, HostTime):
         met = ours.median_us <= MOST_HOST_US
@@ -118,6 +120,22 @@ def serving_targets(report: ServingReport) -> list[Target]:
         if name in OWN and isinstance(result, Failed)
     ]
     return targets + target_of_failures(failed)
+
+
+def error_targets(cells: Sequence[ServingCell]) -> list[Target]:
+    """That 16-bit queries on a cache in e4m3 add no more error to attention over its values than 16 bits have."""
+    errors = {
+        cell.workload: ours.error for cell in cells if isinstance(ours := cell.peers.get(OURS), Measured)
+    }
+    targets = []
+    for workload, error in errors.items():
+        of_16_bits = errors.get(replace(workload, is_fp8=False), 0.0)
+        if workload.is_fp8 and of_16_bits:
+            ratio = error / of_16_bits
+            required, measured = f"<= {MOST_OF_16_BIT_ERROR:g} of 16 bits", f"{ratio:.2f}"
+            target = Target(f"error of {workload.name}", required, measured, ratio <= MOST_OF_16_BIT_ERROR)
+            targets.append(target)
+    return targets
 
 
 def cell_targets(cell: ServingCell) -> list[Target]:
