@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from hopper.forward.fp8.config import Softmax
 from hopper_attention import (
     flash_attn_fp8_func,
     flash_attn_quantized_func,
     flash_attn_varlen_func,
     quantize_qkv,
 )
+from hopper_attention.fp8_rules import select_for
+from hopper_attention.launch.packed_fp8 import packed_problem_of
 from hopper_attention.packed_quantization import from_packed_descales, resolve_lengths
 from hopper_attention.packed_quantized import PackedQuantizedQKV
 from hopper_attention.quantization import Fp8Quantization
@@ -162,6 +165,22 @@ def test_tensors_with_descales(backend: str, head_dim: int) -> None:
             options = {"causal": causal, "window_size": window, "backend": backend, **factors}
             out, lse = flash_attn_varlen_func(q, k, v, **named, **options, return_attn_probs=True)
             assert wrong_results(parts, case, out, lse, causal, window, backend) == []
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_codes_that_promise_nothing(head_dim: int) -> None:
+    """As those of other quantizers: scores in float32, but where nobody gets the LSE."""
+    case = random_case(4, head_dim)
+    (q, k, v), lengths = on_gpu(case, torch.bfloat16)
+    parts = quantize_qkv(q, k, v, **lengths)
+    parts = replace(parts, q=replace(parts.q, largest=448.0))
+    for causal, window in MASKS:
+        problem = packed_problem_of(parts, causal, False, (*window, 0))
+        assert select_for(problem).softmax is not Softmax.HALF_SCORES
+        config = select_for(replace(problem, without_lse=True))
+        assert config.lowers_queries == (config.softmax is Softmax.HALF_SCORES)
+        assert head_dim != 128 or config.lowers_queries
+        assert wrong_of(parts, case, causal, window, "hopper") == []
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
