@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-
 
 class GpuFacts(NamedTuple):
     """Of one GPU. ``clock_mhz`` is the highest of its multiprocessors, ``l2_bytes`` its L2 cache. 0: not known."""
@@ -53,42 +51,56 @@ def read_facts(driver: Any, index: int) -> GpuFacts:
 EMPTY_KERNEL = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry nothing()\n{\nret;\n}\n\0"
 
 
-@lru_cache(maxsize=256)
 def most_clusters(index: int, size: int) -> int:
     """Clusters of ``size`` CTAs, each with all shared memory of an SM, that GPU ``index`` has room for at once: fewer
-    than it has SMs for, as a cluster lies in one GPC. 0 without cuda-python, or if the driver refuses."""
+    than it has SMs for, as a cluster lies in one GPC. 0 without cuda-python, or if the driver refuses, which is asked
+    again the next time."""
     try:
-        from cuda.bindings import driver
-    except ImportError:
+        return _most_clusters(index, size)
+    except (ImportError, RuntimeError):
         return 0
-    try:
-        with torch.cuda.device(index):
-            return count_clusters(driver, index, size)
-    except RuntimeError:
-        return 0
+
+
+@lru_cache(maxsize=256)
+def _most_clusters(index: int, size: int) -> int:
+    from cuda.bindings import driver
+
+    return count_clusters(driver, index, size)
 
 
 def count_clusters(driver: Any, index: int, size: int) -> int:
-    """The same by ``cuda.bindings.driver``, on the current GPU.
+    """The same by ``cuda.bindings.driver``, in the context that torch and the runtime have too, whether or not there
+    has been one before.
 
     Raises:
         RuntimeError: there is no driver, or it refuses.
     """
+    _ask(driver.cuInit, 0)
+    device, attribute = _ask(driver.cuDeviceGet, index), driver.CUdevice_attribute
+    most_bytes = attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    room = _ask(driver.cuDeviceGetAttribute, most_bytes, device)
+    _ask(driver.cuCtxPushCurrent, _ask(driver.cuDevicePrimaryCtxRetain, device))
+    try:
+        return _count_in_context(driver, size, room)
+    finally:
+        driver.cuCtxPopCurrent()
+        driver.cuDevicePrimaryCtxRelease(device)
 
-    def ask(function: Any, *given: Any) -> Any:
-        code, *found = function(*given)
-        if int(code):
-            raise RuntimeError(f"{function.__name__} gives {code}")
-        return found[0] if found else None
 
-    device, of_device = driver.CUdevice_attribute, ask(driver.cuDeviceGet, index)
-    most_bytes = device.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    room = ask(driver.cuDeviceGetAttribute, most_bytes, of_device)
-    module = ask(driver.cuModuleLoadData, EMPTY_KERNEL)
-    kernel, attributes = ask(driver.cuModuleGetFunction, module, b"nothing"), driver.CUfunction_attribute
+def _ask(function: Any, *given: Any) -> Any:
+    code, *found = function(*given)
+    if int(code):
+        raise RuntimeError(f"{function.__name__} gives {code}")
+    return found[0] if found else None
+
+
+def _count_in_context(driver: Any, size: int, room: int) -> int:
+    """Of CTAs with ``room`` bytes of shared memory."""
+    module = _ask(driver.cuModuleLoadData, EMPTY_KERNEL)
+    kernel, attributes = _ask(driver.cuModuleGetFunction, module, b"nothing"), driver.CUfunction_attribute
     any_size = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-    ask(driver.cuFuncSetAttribute, kernel, any_size, 1)
-    ask(driver.cuFuncSetAttribute, kernel, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, room)
+    _ask(driver.cuFuncSetAttribute, kernel, any_size, 1)
+    _ask(driver.cuFuncSetAttribute, kernel, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, room)
     sizes, cluster = driver.CUlaunchAttributeValue(), driver.CUlaunchAttribute()
     sizes.clusterDim.x, sizes.clusterDim.y, sizes.clusterDim.z = size, 1, 1
     cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -97,6 +109,6 @@ def count_clusters(driver: Any, index: int, size: int) -> int:
     launch.gridDimX, launch.gridDimY, launch.gridDimZ = size, 1, 1
     launch.blockDimX, launch.blockDimY, launch.blockDimZ = 128, 1, 1
     launch.sharedMemBytes, launch.numAttrs, launch.attrs = room, 1, [cluster]
-    found = int(ask(driver.cuOccupancyMaxActiveClusters, kernel, launch))
-    ask(driver.cuModuleUnload, module)
+    found = int(_ask(driver.cuOccupancyMaxActiveClusters, kernel, launch))
+    _ask(driver.cuModuleUnload, module)
     return found
