@@ -23,9 +23,6 @@ from hopper_attention.driver import most_clusters
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.layout import Repair, repair_for
 
-CLUSTER_CTAS = 64
-"""That clusters have together, at most; with three quarters of them or fewer there are none."""
-
 CTA_STEP = 16
 """Pieces are a multiple of it, where there are so many. So heads of a sequence, of which there are 2, 4, 8 or 16 as a
 rule, are read at the same keys at the same time, and what they have side by side in memory is fetched together."""
@@ -95,23 +92,28 @@ def select_decode(call: CacheCall, cluster: int = 1) -> DecodeConfig:
     return config
 
 
-CLUSTERS = {8: 2, 2: 32}
-"""CTAs of a cluster for each tile, and the most key blocks that one of them may have: measured with 8 and with 32
-tiles (``decode_clusters_83dc9f9.json``). These are 64 CTAs, which read longer caches
-more slowly than all SMs do by more than a second kernel takes."""
+CLUSTERS = (8, 64, 2), (2, 64, 32), (2, 128, 32)
+"""CTAs of a cluster for each tile; CTAs of all clusters, at most, and more than three quarters of that; and the most
+key blocks that one CTA may have: measured with 8, 32, 56 and 64 tiles (``decode_clusters_83dc9f9.json``,
+``decode_clusters_b5de2d1.json``). 64 CTAs read longer caches more slowly than all SMs do by more than a second kernel
+takes."""
+
+ANY_LENGTHS = 4
+"""Key blocks that a CTA of a cluster may have whatever the lengths are: even where one sequence has them all, it reads
+them in less time than a second kernel takes. With twice as many it does not."""
 
 
 def serving_config(call: CacheCall) -> DecodeConfig:
-    """The config of the kernel that serves a call: ``select_decode``, with clusters where these are faster and the GPU
-    has room for those of all tiles at once."""
+    """The config of the kernel that serves a call: ``select_decode``, with clusters where these are faster, as far as
+    the host knows of lengths, and the GPU has room for those of all tiles at once."""
     shape, config = call.shape, select_decode(call)
-    is_alone = shape.batch == 1 and shape.device.type == "cuda" and not call.sm_margin
-    if not is_alone or not takes_clusters(config):
+    if shape.device.type != "cuda" or call.sm_margin or not takes_clusters(config):
         return config
-    tiles = shape.kv_heads * -(-shape.rows_a_kv_head // config.tile_m)
-    for cluster, blocks in CLUSTERS.items():
-        is_wide = CLUSTER_CTAS * 3 // 4 < tiles * cluster <= CLUSTER_CTAS
-        is_short = shape.capacity <= blocks * cluster * config.tile_n
+    tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // config.tile_m)
+    for cluster, ctas, blocks in CLUSTERS:
+        is_wide = ctas * 3 // 4 < tiles * cluster <= ctas
+        most = blocks if call.has_one_length else min(blocks, ANY_LENGTHS)
+        is_short = shape.seqlen_k <= most * cluster * config.tile_n
         if is_wide and is_short and most_clusters(shape.device.index or 0, cluster) >= tiles:
             return select_decode(call, cluster)
     return config

@@ -306,3 +306,21 @@ def multiples(count: int, step: int, device: torch.device) -> Tensor:
     kept = constants.get(("multiples", count, step, device), device, lambda: made("cpu"))
     # A graph makes its own, at every replay.
     return made(device) if kept is None else kept
+
+
+TABLE_BYTES = 2**19
+"""Of the numbers that ``filled`` keeps for vectors of one length, at most: 8 sequences of up to 16383 keys."""
+
+
+def filled(number: int, count: int, most: int, device: torch.device) -> Tensor:
+    """int32 (count,) of one number: of a table of those from 0 to ``most``, which is kept, so that no kernel fills it;
+    or a new one, where the table would be too large or ``most`` is negative."""
+    table = None
+    if 0 <= number <= most and 4 * count * (most + 1) <= TABLE_BYTES:
+
+        def make() -> Tensor:
+            return torch.arange(most + 1, dtype=torch.int32, device="cpu")[:, None].repeat(1, count)
+
+        table = constants.get(("filled", count, most, device), device, make)
+    # A graph that finds no table fills its own, at every replay.
+    return torch.full((count,), number, dtype=torch.int32, device=device) if table is None else table[number]

@@ -12,6 +12,7 @@ from torch import Tensor
 from hopper_attention import checks, features
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, TensorSpec
+from hopper_attention.device_memory import filled
 from hopper_attention.kvcache_checks import (
     NAMES,
     CacheCall,
@@ -104,7 +105,9 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
     if schedule is not None:
         schedule.check(call.shape, options)
     if length is not None:
-        lengths = torch.full((call.shape.batch,), length, dtype=torch.int32, device=call.shape.device)
+        shape = call.shape
+        most = shape.capacity if is_plain else -1
+        lengths = filled(length, shape.batch, most, shape.device)
         tensors = tensors._replace(cache_seqlens=lengths)
     scores = NO_SCORES
     if call.scores != PLAIN_SCORES:
@@ -173,6 +176,7 @@ def make_call(
         sm_margin=checks.check_sm_margin(options.sm_margin),
         wants_lse=checks.check_flag("return_softmax_lse", options.return_softmax_lse),
         hadamard=hadamard,
+        length_is_int=length is not None,
     )
 
 

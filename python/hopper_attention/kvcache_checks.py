@@ -199,6 +199,7 @@ class CacheCall:
         wants_lse: whether the LSE is returned.
         hadamard: whether keys in the cache are rotated by signs and a Hadamard matrix, behind rotary embedding, so that
             new ones and queries are to be.
+        length_is_int: whether cache_seqlens is an int, that of all sequences.
     """
 
     shape: CacheShape
@@ -213,6 +214,16 @@ class CacheCall:
     sm_margin: int = 0
     wants_lse: bool = False
     hadamard: bool = False
+    length_is_int: bool = False
+
+    @property
+    def has_one_length(self) -> bool:
+        """Whether the host knows that all sequences have as many keys as each other."""
+        shape = self.shape
+        if shape.batch == 1:
+            return True
+        is_known = self.length_is_int or not shape.has_lengths
+        return is_known and not shape.has_leftpad and not shape.is_packed_new
 
     @property
     def writes_scales(self) -> bool:

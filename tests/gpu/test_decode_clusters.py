@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -46,3 +49,62 @@ def test_one_sequence(heads: tuple[int, int], capacity: int, cluster: int, lengt
     assert (lse.double() - exact_lse).abs().max() <= 1e-4
     again = flash_attn_with_kvcache(**given, return_softmax_lse=True)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lse_error"), [(torch.bfloat16, 1e-4), (torch.float8_e4m3fn, 1e-3)], ids=str
+)
+@pytest.mark.parametrize("length", [1, 77, 1000, None])
+def test_several_sequences_of_one_length(dtype: torch.dtype, lse_error: float, length: int | None) -> None:
+    """An int says so, and that all rows are filled; a tensor does not. Queries on a cache of e4m3 are split into two
+    terms of e4m3, whose rounding an LSE of few keys has. Twice the same bits."""
+    torch.manual_seed(5)
+    caches = [torch.randn(8, 2048, 8, 128, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)]
+    q = torch.randn(8, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    keys = 2048 if length is None else length
+    for cache in caches:
+        cache.view(torch.uint8)[:, keys:] = 0xFF
+    given = {"q": q, "k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": length}
+    lengths = torch.full((8,), keys, dtype=torch.int32, device="cuda")
+    assert explain_kvcache(**given).config.cluster == (2 if most_clusters(0, 2) >= 64 else 1)
+    assert explain_kvcache(**given | {"cache_seqlens": lengths}).config.cluster == 1
+    out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    of_tensor = flash_attn_with_kvcache(**given | {"cache_seqlens": lengths}, return_softmax_lse=True)
+    exact, exact_lse = attention_naive(q.double(), *(x[:, :keys].float().double() for x in caches))
+    for found, found_lse in ((out, lse), of_tensor):
+        assert (found.double() - exact).norm() <= 4e-3 * exact.norm()
+        assert torch.equal(found_lse.isinf(), exact_lse.isinf())
+        assert (found_lse.double() - exact_lse).nan_to_num(nan=0.0).abs().max() <= lse_error
+    again = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        of_graph = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    graph.replay()
+    assert torch.equal(out, of_graph[0]) and torch.equal(lse, of_graph[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_short_cache_of_any_lengths(dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    caches = [torch.randn(8, 1024, 8, 128, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)]
+    q = torch.randn(8, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    numbers = (1024, 1, 0, 300, 129, 1000, 128, 77)
+    lengths = torch.tensor(numbers, dtype=torch.int32, device="cuda")
+    given = {"q": q, "k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": lengths}
+    assert explain_kvcache(**given).config.cluster == (2 if most_clusters(0, 2) >= 64 else 1)
+    out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    for b, keys in enumerate(numbers):
+        exact, exact_lse = attention_naive(
+            q[b : b + 1].double(), *(x[b : b + 1, :keys].float().double() for x in caches)
+        )
+        assert (out[b : b + 1].double() - exact).norm() <= 4e-3 * exact.norm(), b
+        assert torch.equal(lse[b : b + 1].isinf(), exact_lse.isinf()), b
+        assert (lse[b : b + 1].double() - exact_lse).nan_to_num(nan=0.0).abs().max() <= 1e-3, b
+
+
+def test_a_process_whose_first_question_is_for_clusters_gets_an_answer() -> None:
+    """There is no context of the GPU yet."""
+    question = "from hopper_attention.driver import most_clusters; print(most_clusters(0, 2))"
+    done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == most_clusters(0, 2) > 0

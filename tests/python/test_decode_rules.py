@@ -76,8 +76,35 @@ def test_clusters_are_for_short_caches_of_one_sequence(
     assert serving_config(call) == select_decode(call)
     on_a_gpu = replace(call, shape=replace(call.shape, device=torch.device("cuda", 0)))
     assert serving_config(on_a_gpu) == select_decode(call, cluster)
-    several = replace(on_a_gpu, shape=replace(on_a_gpu.shape, batch=2))
-    assert serving_config(several).cluster == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "cluster"),
+    [
+        ({}, {"cache_seqlens": 2000}, 2),
+        ({}, {"cache_seqlens": None}, 2),
+        ({}, {}, 1),
+        ({"capacity": 8193}, {"cache_seqlens": 8192}, 2),
+        ({"capacity": 8193}, {"cache_seqlens": None}, 1),
+        ({"leftpad": (1, *7 * (0,))}, {"cache_seqlens": 2000}, 1),
+        ({"new": 8 * (1,)}, {"cache_seqlens": 2000}, 2),
+        ({"new": 8 * (1,), "packed_new": True}, {"cache_seqlens": 2000}, 1),
+        ({"capacity": 1024, "leftpad": (1, *7 * (0,))}, {}, 2),
+        ({"heads": (36, 6)}, {"cache_seqlens": 9}, 1),
+        ({"heads": (28, 7)}, {"cache_seqlens": 9}, 2),
+        ({"heads": (8, 1)}, {"cache_seqlens": 9}, 8),
+    ],
+    ids=str,
+)
+def test_clusters_are_for_short_caches_and_for_sequences_of_one_length_that_the_host_knows(
+    changes: dict[str, Any], given: dict[str, Any], cluster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_rules, "most_clusters", lambda index, size: 132 // size)
+    case = CacheCase(lengths=8 * (9,), queries=8 * (1,), heads=(32, 8), head_dims=(128, 128), capacity=2048)
+    call = call_of(replace(case, **changes), **given)
+    assert serving_config(call).cluster == 1
+    on_a_gpu = replace(call, shape=replace(call.shape, device=torch.device("cuda", 0)))
+    assert serving_config(on_a_gpu) == select_decode(call, cluster)
 
 
 class Driver:

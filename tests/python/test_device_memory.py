@@ -20,6 +20,7 @@ from hopper_attention.device_memory import (
     Pieces,
     Work,
     WorkMemory,
+    filled,
     make_apart,
     tile_counter,
     unit_scales,
@@ -287,3 +288,15 @@ def test_kernels_get_what_is_kept_as_views_that_need_no_conversion(
     state["capturing"] = True
     of_graph = WorkMemory().get(0, PIECES)
     assert of_graph.arguments is of_graph.tensors
+
+
+def test_a_vector_of_one_number_is_a_row_of_a_table_that_is_kept(state: State) -> None:
+    one, other = filled(7, 3, 9, CPU), filled(9, 3, 9, CPU)
+    assert one.tolist() == [7, 7, 7] and other.tolist() == [9, 9, 9] and one.dtype == torch.int32
+    assert one.is_contiguous() and other.data_ptr() - one.data_ptr() == 2 * 3 * 4
+    assert filled(7, 3, 9, CPU).data_ptr() == one.data_ptr()
+    # Of no table: too large a one, a number behind it, and one that a graph would have to make.
+    assert filled(5, 2, device_memory.TABLE_BYTES // 8, CPU).tolist() == [5, 5]
+    assert filled(5, 2, 4, CPU).tolist() == filled(5, 2, -1, CPU).tolist() == [5, 5]
+    state["capturing"] = True
+    assert filled(6, 3, 8, CPU).tolist() == [6, 6, 6]
