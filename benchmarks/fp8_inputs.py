@@ -17,7 +17,7 @@ import torch
 from hopper_attention.experiments.bench.checks import compute_row_oracles
 from hopper_attention.experiments.bench.fp8_peers import FP8_PEERS
 from hopper_attention.experiments.bench.peers import Peer, Setting
-from hopper_attention.experiments.bench.results import OURS, OURS_DROP_IN
+from hopper_attention.experiments.bench.results import OURS, OURS_DROP_IN, OURS_DROP_IN_LSE
 from hopper_attention.experiments.bench.run import count_input_sets, describe_place
 from hopper_attention.experiments.bench.spec import Problem, parse_shapes
 from hopper_attention.experiments.bench.timing import Effort, seconds_in_turns, stopwatch_for
@@ -25,7 +25,7 @@ from hopper_attention.experiments.families.draws import FAMILIES, Family, draw_f
 from hopper_attention.experiments.families.page import KIND
 from hopper_attention.experiments.reports import dump_rows, write_text
 
-PEERS = {"ours": OURS, "drop_in": OURS_DROP_IN, "fa3": "fa3"}
+PEERS = {"ours": OURS, "drop_in": OURS_DROP_IN, "drop_in_lse": OURS_DROP_IN_LSE, "fa3": "fa3"}
 PROBLEMS = (
     "bf16-b4-s4096-h16-d128-full,bf16-b4-s4096-h16-d128-causal,bf16-b1-s16384-h16-d128-causal,"
     "bf16-b2-s8192-h32-d64-causal,bf16-b2-s8192-h8-d256-causal,bf16-b3-s5000-h16-hk4-d128-causal"

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from hopper_attention.experiments.bench.peers import (
     Prepared,
     Setting,
     always_available,
+    as_returned,
     fa3_version,
     needs_gpu,
     our_version,
@@ -40,6 +42,7 @@ from hopper_attention.experiments.bench.results import (
     OURS,
     OURS_16_BIT,
     OURS_DROP_IN,
+    OURS_DROP_IN_LSE,
     OURS_END_TO_END,
     OURS_TWO_LEVEL,
 )
@@ -171,13 +174,18 @@ def scaled_by_head(inputs: Inputs, problem: Problem) -> tuple[Inputs, dict[str, 
     return Inputs(q.data, k.data, v.data), descales
 
 
-def prepare_ours_drop_in(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
-    """FlashAttention-3's call with our library: V in rows, no promise of what scores are, bfloat16 out."""
+def prepare_ours_drop_in(
+    problem: Problem, inputs: Inputs, setting: Setting, with_lse: bool = False
+) -> Prepared:
+    """FlashAttention-3's call with our library: V in rows, no promise of what scores are, bfloat16 out. With the LSE,
+    which takes another kernel, that is returned too."""
     scaled, descales = scaled_by_head(inputs, problem)
     backend = "hopper" if setting.is_cuda else "reference"
     tensors = scaled.q, scaled.k, scaled.v
-    attend = partial(flash_attn_func, *tensors, causal=problem.causal, backend=backend, **descales)
-    return Prepared(attend, "a scale by (batch, kv_head), bfloat16 out")
+    options = {"causal": problem.causal, "return_attn_probs": with_lse, "backend": backend, **descales}
+    attend = partial(flash_attn_func, *tensors, **options)
+    read = itemgetter(0) if with_lse else as_returned
+    return Prepared(attend, "a scale by (batch, kv_head), bfloat16 out", read)
 
 
 def prepare_fa3_fp8(problem: Problem, inputs: Inputs, setting: Setting) -> Prepared:
@@ -338,6 +346,10 @@ FP8_PEERS: dict[str, Peer] = {
         Peer(
             OURS_DROP_IN, "hopper-attention FP8, e4m3 tensors with descales", always_available, our_version,
             prepare_ours_drop_in, rounding=ROUNDED_BY_HEAD, limits=kernel_limits,
+        ),
+        Peer(
+            OURS_DROP_IN_LSE, "hopper-attention FP8, e4m3 tensors with descales, LSE returned", always_available,
+            our_version, partial(prepare_ours_drop_in, with_lse=True), rounding=ROUNDED_BY_HEAD, limits=kernel_limits,
         ),
         Peer(
             "fa3", "FlashAttention-3 FP8 (CUDA C++)", why_no_fa3, fa3_version, prepare_fa3_fp8,
