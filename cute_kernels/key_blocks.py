@@ -116,6 +116,39 @@ class KeyBlocks(LoopInvariant):
 
 
 @dataclass(frozen=True)
+class PartOfBlocks(KeyBlocks):
+    """Of the key blocks ``of_tile`` those that one of several equal parts of the tile's rows visits.
+
+    Its ``block_range`` and ``m_block`` are of tiles as high as a part. A part without a query visits one block all the
+    same, the first.
+    """
+
+    of_tile: Any = None
+
+    @staticmethod
+    def of(of_tile: KeyBlocks, part: Any, parts: int) -> "PartOfBlocks":
+        whole, seqlens = of_tile.block_range, of_tile.seqlens
+        own = BlockRange(whole.tile_m // parts, whole.tile_n, whole.window)
+        number = of_tile.m_block * parts + part
+        has_query = minimum(maximum(seqlens.seqlen_q - number * own.tile_m, 0), 1)
+        begin, end = of_tile.begin, of_tile.begin + 1
+        end += (own.end(number, seqlens) - end) * has_query
+        if whole.window.has_left:
+            begin += (own.begin(number, seqlens) - begin) * has_query
+        return PartOfBlocks(own, number, seqlens, end, begin, of_tile)
+
+    @property
+    def left_out_before(self) -> Any:
+        """Blocks of the tile's walk before the first one that the part visits."""
+        return self.of_tile.end - self.end
+
+    @property
+    def left_out_behind(self) -> Any:
+        """Blocks of the tile's walk behind the last one that the part visits."""
+        return self.begin - self.of_tile.begin
+
+
+@dataclass(frozen=True)
 class ListedBlocks(KeyBlocks):
     """Key blocks of one query tile that stand in a list, visited from its last to its first, at least one.
 

@@ -123,6 +123,14 @@ class ForwardConfig:
         return self.finds_second_maximum_late and self.tile_n > 128 and not self.late_rescale
 
     @property
+    def walks_apart(self) -> bool:
+        """Whether a consumer warpgroup visits the key blocks that its own rows see, and leaves out the others of its
+        tile. A tile of three warpgroups is so high that this shows under a mask, and where they take no turns, none
+        waits for one that has left. Without a mask only warpgroups without a query would leave blocks out."""
+        is_masked = self.causal or self.window
+        return is_masked and self.consumers > 2 and self.warp_specialized and not self.ping_pong
+
+    @property
     def consumers(self) -> int:
         """Consumer warpgroups; each owns 64 rows of the tile."""
         return self.tile_m // WARPGROUP_ROWS

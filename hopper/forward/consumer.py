@@ -59,10 +59,13 @@ class Consumer(LoopInvariant):
 
         Visits ``blocks`` from the last to the first: those that a mask cuts on the right, those that none does, those
         that a window cuts on the left. So only the loops at the ends pay for masks. Lets ``scores`` finish those of
-        each: cap, bias, functions, mask. Releases Q unless O is to be staged in its place.
+        each: cap, bias, functions, mask. Releases Q unless O is to be staged in its place. Where warpgroups walk apart
+        ``blocks`` are ``PartOfBlocks``, and those that are left out are let pass before and behind.
         Returns the state of K's and V's pipelines after the tile.
         """
         unmasked = blocks.unmasked
+        if const_expr(self.config.walks_apart):
+            kv_state = self._leave_out(blocks.left_out_before, kv_state)
         self.pipes.q.consumer_wait(q_state(self.config, self.wg, q_phase))
         self._queries_have_come()
         self.output.clear()
@@ -70,6 +73,19 @@ class Consumer(LoopInvariant):
             kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_phase)
         else:
             kv_state = self._attend_in_order(scores, blocks, unmasked, kv_state, q_phase)
+        if const_expr(self.config.walks_apart and blocks.window.has_left):
+            kv_state = self._leave_out(blocks.left_out_behind, kv_state)
+        return kv_state
+
+    @cute.jit
+    def _leave_out(self, count: Int32, kv_state: PipelineState) -> PipelineState:
+        """So many blocks that only other warpgroups visit. They are awaited: a stage may be released once a round."""
+        for _ in cutlass.range(count, unroll=1):
+            self.pipes.k.consumer_wait(kv_state)
+            self.pipes.k.consumer_release(kv_state)
+            self.pipes.v.consumer_wait(kv_state)
+            self.pipes.v.consumer_release(kv_state)
+            kv_state.advance()
         return kv_state
 
     def _queries_have_come(self):

@@ -22,7 +22,7 @@ from cute_kernels.fragments import (
     first_row_of_thread,
 )
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import BlockRange
+from cute_kernels.key_blocks import BlockRange, PartOfBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import ScoreRules, SoftCap, function_rules, scale_after_functions
@@ -353,6 +353,8 @@ class ForwardKernel:
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, seqlens)
             correction.begin(place.head_kv, seqlens.batch)
+            if const_expr(c.walks_apart):
+                blocks = PartOfBlocks.of(blocks, wg, c.consumers)
             kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
             if const_expr(precision.recomputes_addresses):
                 # `pin` hides from the compiler that this is known already, and so need not be held in registers.

@@ -66,6 +66,9 @@ def small_tiling(tile_n: int, stages: int, max_seqlen_k: int = ANY_LENGTH) -> Ti
     return tiling(WARPGROUP_ROWS, tile_n, stages, max_seqlen_k, **fields)
 
 
+HIGH_UNDER_A_MASK = tiling(192, 128, 3, ping_pong=False)
+"""At head_dim 64, for warpgroups that walk apart (``ForwardConfig.walks_apart``)."""
+
 BLOCK_KEYS = 16
 """Keys that a block of keys costs beyond its own, about."""
 
@@ -89,7 +92,7 @@ def least_padded(tilings: Sequence[Tiling], max_seqlen_k: int) -> tuple[Tiling, 
 
 TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     (64, 64, False): (tiling(192, 128, 3),),
-    (64, 64, True): (small_tiling(64, 3, 1280), small_tiling(96, 2, 6144), tiling(192, 128, 3)),
+    (64, 64, True): (small_tiling(64, 3, 1280), small_tiling(96, 2, 6144), HIGH_UNDER_A_MASK),
     (80, 80, False): (tiling(128, 128, 3, max_seqlen_k=1280), tiling(192, 112, 3)),
     (80, 80, True): (tiling(128, 128, 3, max_seqlen_k=1280), tiling(192, 112, 3)),
     (96, 96, False): (tiling(128, 192, 2),),
@@ -125,7 +128,7 @@ SHORT_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
 blocks of 128, or six of 176 (`forward_short_and_ragged.json` in the development results)."""
 
 WINDOW_TILINGS: dict[tuple[int, int], tuple[Tiling, ...]] = {
-    (64, 64): (small_tiling(64, 3, 768), small_tiling(96, 2, 1536), tiling(192, 128, 3)),
+    (64, 64): (small_tiling(64, 3, 768), small_tiling(96, 2, 1536), HIGH_UNDER_A_MASK),
     (80, 80): (tiling(128, 128, 3),),
 }
 """The same under a window, by (head_dim, head_dim_v); ``max_seqlen_k`` are the keys that a query sees. In narrow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cute_kernels.key_blocks import BlockRange
+from cute_kernels.key_blocks import BlockRange, PartOfBlocks
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.window import CAUSAL, EVERYTHING, NO_LIMIT, Window
 
@@ -56,3 +56,24 @@ def test_unmasked_blocks_are_seen_by_every_row(seqlen_q, seqlen_k, tile_n, windo
         full = [n for n in range(seqlen_k // tile_n + 1) if (n + 1) * tile_n <= len(right)]
         assert blocks.unmasked == len(full)
         assert blocks.left_masked == -(-left // tile_n)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("seqlen_q,seqlen_k", SIZES)
+def test_a_part_of_a_tile_visits_the_blocks_that_its_own_rows_see(seqlen_q, seqlen_k, window):
+    """As a tile of so few rows would, and leaves out the others of its tile; without a query it visits one."""
+    seqlens, parts, tile_n = SeqlenInfo(seqlen_q, seqlen_k), 3, 32
+    own = BlockRange(TILE_M, tile_n, window)
+    for m_block in range(-(-seqlen_q // (parts * TILE_M))):
+        tile = BlockRange(parts * TILE_M, tile_n, window).of(m_block, seqlens)
+        for part in range(parts):
+            blocks = PartOfBlocks.of(tile, part, parts)
+            alone = own.of(parts * m_block + part, seqlens)
+            assert min(blocks.left_out_before, blocks.left_out_behind) >= 0 < blocks.count
+            assert blocks.left_out_before + blocks.count + blocks.left_out_behind == tile.count
+            if (parts * m_block + part) * TILE_M < seqlen_q:
+                assert (blocks.begin, blocks.end) == (alone.begin, alone.end)
+                assert (blocks.unmasked, blocks.left_masked) == (alone.unmasked, alone.left_masked)
+            else:
+                assert blocks.count == 1 and blocks.right_masked(blocks.unmasked) == 0
+                assert blocks.number_from(blocks.end - 2) == 0 >= blocks.end - 1 - blocks.left_masked

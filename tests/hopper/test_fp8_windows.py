@@ -100,6 +100,14 @@ def test_a_window_with_an_exact_lse(sides: tuple[int, int]) -> None:
     check(quantized((100, 200), (1, 1), DIM, TILE), config, sides)
 
 
+def test_three_warpgroups_walk_apart() -> None:
+    """Each over the blocks of its own rows: some rows see no key, and one warpgroup has no query."""
+    config = select_fp8_forward_config(DIM, DIM, True, "bfloat16", 16384, window=True, half_scores=True)
+    config = replace(config, tile_n=TILE)
+    assert config.walks_apart and config.softmax is Softmax.HALF_SCORES
+    check(quantized((330, 90), (1, 1), DIM, TILE), config, (30, 0))
+
+
 def test_a_tile_that_is_selected() -> None:
     """For V in rows, with tiles that ship. Windows with two levels are tested on a GPU."""
     parts = of_one_scale(quantized((200, 500), (1, 1), 128, 128))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hopper.config import ForwardConfig
 from hopper.forward.tilings import select_forward_config
+from tests.hopper.hopper_machine import AT_ONCE
 from tests.hopper.on_numpy import NO_RULES, Rules, forward_on_numpy, packed_forward_on_numpy
 from tests.hopper.test_kernels_on_numpy import EPSILON, LATE, draw, relative
 from tests.plans import Packed, plan_of
@@ -75,6 +76,18 @@ def test_windows(head_dim: int, causal: bool, sides: tuple[int, int], seqlens: t
         config, q, k, v, head_dim**-0.5, 2, LATE, (sides[0], 99 if causal else sides[1])
     )
     check(out[0], lse[0], exact_attention(q[0], k[0], v[0], sides))
+
+
+@pytest.mark.parametrize("sides,seqlens", [((100, 0), (400, 420)), ((30, 0), (330, 90))])
+def test_warpgroups_that_visit_different_blocks(sides: tuple[int, int], seqlens: tuple[int, int]) -> None:
+    """Of a tile of three warpgroups each leaves out blocks at either end of its walk, or, without a query, all but one;
+    of fewer keys than queries some warpgroups see none."""
+    config = replace(select("bfloat16", 64, True, 16384), window=True)
+    assert config.walks_apart
+    q, k, v = draw(torch.bfloat16, seqlens, (2, 1), 64)
+    for timing in (AT_ONCE, LATE):
+        out, lse = forward_on_numpy(config, q, k, v, 0.125, 2, timing, sides)
+        check(out[0], lse[0], exact_attention(q[0], k[0], v[0], sides))
 
 
 def test_a_window_with_sinks_in_wide_blocks() -> None:
