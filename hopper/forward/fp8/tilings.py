@@ -80,9 +80,10 @@ FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         *FP8_TILINGS[64, False],
     ),
     (64, True): (
-        lagging(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
-        lagging(192, 128, 4, polynomial_pairs=4, max_seqlen_k=2560),
+        lagging(128, 128, 4, polynomial_pairs=4, max_seqlen_k=768),
+        half_scores(192, 128, 4, max_seqlen_k=2560),
         half_scores(192, 192, 4),
+        half_scores(192, 128, 4),
         *FP8_TILINGS[64, True],
     ),
     (128, False): (
