@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hopper.quantize.config import QuantizeConfig, default_block_sizes
-from hopper_attention import compile_cache, flash_attn_fp8_func, quantizers
+from hopper_attention import flash_attn_fp8_func, quantizers
 from hopper_attention.launch import quantize
 from hopper_attention.launch.quantize import (
     Outputs,
@@ -27,6 +26,7 @@ from hopper_attention.launch.quantize import (
 from hopper_attention.quantization import Fp8Quantization, QuantizedTensor, TransposedV, quantize_qkv
 from hopper_attention.quantization_rules import means_of, quantize_by_torch
 from hopper_attention.quantized import Means
+from tests.gpu.conftest import compile_together
 from tests.gpu.test_memory import needs_memory, with_gap
 
 fused_qkv = partial(quantize_qkv, backend="fused")
@@ -107,9 +107,7 @@ def configs_of_the_grids() -> Iterator[QuantizeConfig]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled_quantizers(device: str) -> None:
     """Compiled in parallel before the first test needs one."""
-    configs = {config.name: config for config in configs_of_the_grids()}
-    results = compile_cache.compile_all(list(configs.values()), min(os.cpu_count() or 1, 16))
-    assert {result.config.name: result.error for result in results if result.error} == {}
+    compile_together(list({config.name: config for config in configs_of_the_grids()}.values()))
 
 
 @pytest.mark.parametrize("options", OPTIONS)
