@@ -95,7 +95,7 @@ class Fp8Problem(NamedTuple):
             two_level=self.two_level,
             half_scores=self.half_scores,
             exact_lse=self.exact_lse,
-            without_lse=self.without_lse and not self.half_scores,
+            without_lse=self.without_lse,
         )
 
 

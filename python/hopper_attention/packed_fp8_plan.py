@@ -96,7 +96,7 @@ def _problem_of(
         two_level=call.two_level,
         half_scores=half_scores,
         exact_lse=call.exact_lse,
-        without_lse=call.without_lse and not half_scores,
+        without_lse=call.without_lse,
     )
 
 

@@ -68,8 +68,8 @@ class Fp8AttentionProblem(AttentionProblem):
         half_scores: scores fit float16, before they are scaled.
         exact_lse: scores and their sum are to be added up in float32, for an LSE that partial results are merged by. V
             is transposed before.
-        without_lse: nobody gets the LSE, so that scores that do not fit float16 may be made to
-            (``select_fp8_forward_config``). False with ``half_scores``, where it changes nothing.
+        without_lse: nobody gets the LSE, so that scores that do not fit float16 may be made to, and more of those that
+            fit lie in it (``select_fp8_forward_config``).
     """
 
     block_k: int = ONE_BLOCK
@@ -104,6 +104,7 @@ def length_bounds() -> tuple[int, ...]:
         tilings.WINDOW_TILINGS,
         fp8_tilings.FP8_TILINGS,
         fp8_tilings.FP8_HALF_SCORES_TILINGS,
+        fp8_tilings.FP8_RETURNED_LSE_TILINGS,
         fp8_tilings.FP8_ROW_TILINGS,
         fp8_tilings.FP8_TWO_LEVEL_TILINGS,
         fp8_tilings.FP8_TWO_LEVEL_ROW_TILINGS,

@@ -2,10 +2,11 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from cute_kernels.problem import MAX_HEAD_DIM
+from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import SMEM_BYTES, ForwardConfig, Registers, check_problem_size, validate_forward_config
 from hopper.forward.fp8.config import Softmax
 from hopper.forward.fp8.tilings import select_fp8_forward_config
@@ -195,3 +196,28 @@ def test_invalid_fp8_fields_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             validate_forward_config(replace(config, **change))
+
+
+@pytest.mark.parametrize(
+    "layout, seqlen_k, apart",
+    [(DENSE, 1024, True), (DENSE, 2048, True), (VARLEN, 0, True), (DENSE, 9000, False)],
+)
+def test_scores_that_fit_float16_lie_in_float32_where_the_lse_would_become_coarser(
+    layout: str, seqlen_k: int, apart: bool
+) -> None:
+    """Causal at head_dim 64, where float16 came last; elsewhere what is faster serves calls with the LSE too."""
+    block_k = 128 if layout == VARLEN else 0
+    of = partial(
+        select_fp8_forward_config,
+        64,
+        64,
+        True,
+        "bfloat16",
+        seqlen_k,
+        block_k,
+        half_scores=True,
+        layout=layout,
+    )
+    assert of(without_lse=True).softmax is Softmax.HALF_SCORES
+    assert of().softmax is (Softmax.LAGGING if apart else Softmax.HALF_SCORES)
+    assert not of(without_lse=True).lowers_queries

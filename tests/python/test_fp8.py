@@ -161,10 +161,10 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
     assert out.shape == (2, 113, 4, 64) and lse.shape == (2, 4, 113) and out.dtype == torch.float16
     assert configs == [config]
     flash_attn_quantized_func(parts, causal=True)
-    assert kernel.arguments[4].shape == (2, 4, 0) and len(configs) == 1
+    assert kernel.arguments[4].shape == (2, 4, 0) and configs == 2 * [config]
     flash_attn_quantized_func(parts, causal=True, exact_lse=True)
     flash_attn_fp8_func(*qkv(), causal=True, quantization=SMOOTH, exact_lse=True)
-    assert configs == [config, with_lse]
+    assert configs == [*(2 * [config]), with_lse]
 
 
 def test_the_mean_of_v_is_added_once(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:

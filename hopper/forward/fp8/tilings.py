@@ -108,6 +108,17 @@ FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
 """As ``FP8_TILINGS``, for Q and K whose scores fit float16, or are made to where nobody gets the LSE
 (``lowers_queries``)."""
 
+FP8_RETURNED_LSE_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
+    (64, True): (
+        lagging(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
+        lagging(192, 128, 4, polynomial_pairs=4, max_seqlen_k=2560),
+        half_scores(192, 192, 4),
+        *FP8_TILINGS[64, True],
+    ),
+}
+"""In place of those of ``FP8_HALF_SCORES_TILINGS`` where scores fit float16 and someone gets the LSE, which scores in
+float32 make three times as fine. What stands in that table alone serves both."""
+
 LARGEST_HALF = 65504.0
 """Of float16."""
 
@@ -189,8 +200,9 @@ def select_fp8_forward_config(
     ``two_level`` that P V is to be added to O in float32, and ``half_scores`` that scores fit float16
     (``scores_fit_half``). ``seqlen_k`` are the keys that a query sees at most, which packed sequences do not tell.
     ``exact_lse`` asks for an LSE to merge partial results by, from V that comes transposed. ``without_lse`` says that
-    nobody gets the LSE: then scores that may not fit float16 lie in it too, since the kernel lowers queries. Their LSE
-    would be three times as coarse as that of scores in float32.
+    nobody gets the LSE: then scores that may not fit float16 lie in it too, since the kernel lowers queries, and so do
+    more of those that fit (``FP8_RETURNED_LSE_TILINGS``). Their LSE would be three times as coarse as that of scores in
+    float32.
 
     Raises:
         ValueError: a head dimension is too large, no tiling divides ``block_k``, or V in rows meets ``exact_lse``.
@@ -205,7 +217,7 @@ def select_fp8_forward_config(
     if exact_lse:
         tilings = FP8_EXACT_LSE_TILINGS[min(fits)]
     else:
-        tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores or without_lse)
+        tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores, without_lse)
     if layout == VARLEN:
         seqlen_k = PACKED_SEQLEN
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
@@ -225,13 +237,15 @@ def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
 
 
 def _fp8_tilings(
-    head_dim: int, causal: bool, v_rows: bool, two_level: bool, half_scores: bool
+    head_dim: int, causal: bool, v_rows: bool, two_level: bool, half_scores: bool, without_lse: bool
 ) -> tuple[Tiling, ...]:
     if two_level:
         return (FP8_TWO_LEVEL_ROW_TILINGS if v_rows else FP8_TWO_LEVEL_TILINGS)[head_dim]
     if v_rows:
         return FP8_ROW_TILINGS[head_dim]
-    return (FP8_HALF_SCORES_TILINGS if half_scores else FP8_TILINGS)[head_dim, causal]
+    if half_scores and not without_lse and (head_dim, causal) in FP8_RETURNED_LSE_TILINGS:
+        return FP8_RETURNED_LSE_TILINGS[head_dim, causal]
+    return (FP8_HALF_SCORES_TILINGS if half_scores or without_lse else FP8_TILINGS)[head_dim, causal]
 
 
 def _build(tiling: Tiling, head_dim: int, causal: bool, output: str) -> Fp8ForwardConfig:
@@ -270,14 +284,14 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
         for output in DTYPES
         for head_dim, causal in FP8_TILINGS
         # Which has all tilings of scores in float32 too.
-        for tiling in _fp8_tilings(head_dim, causal, False, two_level, half_scores=True)
+        for tiling in _fp8_tilings(head_dim, causal, False, two_level, True, without_lse=True)
         for config in _with_any_codes(_build(tiling, head_dim, causal, output))
     )
     # FP8 tensors with descales, which are what comes in rows, give bfloat16.
     rows = tuple(
         _build(tiling, head_dim, causal, "bfloat16")
         for head_dim in FP8_ROW_TILINGS
-        for tiling in _fp8_tilings(head_dim, False, True, two_level, half_scores=False)
+        for tiling in _fp8_tilings(head_dim, False, True, two_level, False, without_lse=False)
         for causal in (False, True)
     )
     return tuple(dict.fromkeys(transposed + rows))

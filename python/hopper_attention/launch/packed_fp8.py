@@ -205,7 +205,7 @@ def packed_problem_of(
         two_level=two_level,
         half_scores=half_scores,
         exact_lse=exact_lse,
-        without_lse=without_lse and not half_scores,
+        without_lse=without_lse,
     )
 
 
