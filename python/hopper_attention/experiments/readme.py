@@ -32,7 +32,8 @@ FP8_NOTE = (
 )
 DROP_IN_NOTE = (
     "† FlashAttention-3's own call: e4m3 tensors with descales, V in rows, which we transpose within the time "
-    "shown."
+    "shown. Without the LSE, which FlashAttention-3 always writes; [with it](docs/results/fp8_inputs.md) our kernel "
+    "is a slower one."
 )
 NO_DROP_IN_NOTE = (
     "FP8 from e4m3 tensors with descales, FlashAttention-3's own call, is in the report "
