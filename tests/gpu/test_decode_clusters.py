@@ -88,25 +88,6 @@ def test_several_sequences_of_one_length(dtype: torch.dtype, lse_error: float, l
     assert torch.equal(out, of_graph[0]) and torch.equal(lse, of_graph[1])
 
 
-@of_either_cache
-def test_a_short_cache_of_any_lengths(dtype: torch.dtype, lse_error: float) -> None:
-    torch.manual_seed(6)
-    caches = [torch.randn(8, 1024, 8, 128, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)]
-    q = torch.randn(8, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
-    numbers = (1024, 1, 0, 300, 129, 1000, 128, 77)
-    lengths = torch.tensor(numbers, dtype=torch.int32, device="cuda")
-    given = {"q": q, "k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": lengths}
-    assert explain_kvcache(**given).config.cluster == (2 if most_clusters(0, 2) >= 64 else 1)
-    out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
-    for b, keys in enumerate(numbers):
-        exact, exact_lse = attention_naive(
-            q[b : b + 1].double(), *(x[b : b + 1, :keys].float().double() for x in caches)
-        )
-        assert (out[b : b + 1].double() - exact).norm() <= 4e-3 * exact.norm(), b
-        assert torch.equal(lse[b : b + 1].isinf(), exact_lse.isinf()), b
-        assert (lse[b : b + 1].double() - exact_lse).nan_to_num(nan=0.0).abs().max() <= lse_error, b
-
-
 PADDED = CacheCase(
     lengths=(0, 1, 130, 250),
     queries=(3, 3, 3, 3),
@@ -140,6 +121,50 @@ def test_several_tokens_with_sinks_and_a_window(name: str) -> None:
     exact, exact_lse = case.expected(call)
     assert (out.cpu().double() - exact).norm() <= 4e-3 * exact.norm()
     assert (lse.cpu().double() - exact_lse).abs().max() <= 1e-4
+
+
+def test_lengths_that_change_under_a_graph() -> None:
+    """With calls by an int between its replays, of the same kernel: the same bits as calls outside of it."""
+    torch.manual_seed(8)
+    q = torch.randn(4, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(4, 512, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def attend(lengths: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, return_softmax_lse=True)
+
+    many = [
+        torch.tensor(x, dtype=torch.int32, device="cuda")
+        for x in ((512,) * 4, (512, 1, 0, 300), (7, 0, 400, 129))
+    ]
+    wanted = [attend(x) for x in many]
+    lengths = many[1].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        of_graph = attend(lengths)
+    for numbers, expected in zip(many, wanted, strict=True):
+        lengths.copy_(numbers)
+        assert all(map(torch.equal, attend(512), wanted[0]))
+        graph.replay()
+        assert all(map(torch.equal, of_graph, expected))
+
+
+@of_either_cache
+def test_a_short_cache_of_any_lengths(dtype: torch.dtype, lse_error: float) -> None:
+    torch.manual_seed(6)
+    caches = [torch.randn(8, 1024, 8, 128, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)]
+    q = torch.randn(8, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    numbers = (1024, 1, 0, 300, 129, 1000, 128, 77)
+    lengths = torch.tensor(numbers, dtype=torch.int32, device="cuda")
+    given = {"q": q, "k_cache": caches[0], "v_cache": caches[1], "cache_seqlens": lengths}
+    assert explain_kvcache(**given).config.cluster == (2 if most_clusters(0, 2) >= 64 else 1)
+    out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    for b, keys in enumerate(numbers):
+        exact, exact_lse = attention_naive(
+            q[b : b + 1].double(), *(x[b : b + 1, :keys].float().double() for x in caches)
+        )
+        assert (out[b : b + 1].double() - exact).norm() <= 4e-3 * exact.norm(), b
+        assert torch.equal(lse[b : b + 1].isinf(), exact_lse.isinf()), b
+        assert (lse[b : b + 1].double() - exact_lse).nan_to_num(nan=0.0).abs().max() <= lse_error, b
 
 
 def test_a_process_whose_first_question_is_for_clusters_gets_an_answer() -> None:
