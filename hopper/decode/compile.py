@@ -19,8 +19,9 @@ def compile_decode(config: DecodeConfig, options: str = ""):
     softmax_scale, max_splits, window_left, window_right, attention_chunk, softcap, sinks,
     q_descale, k_descale, v_descale, num_ctas)``, as
     ``DecodeKernel`` has them, that launches on torch's current stream. Strides of q, k, v and out are multiples of 8
-    elements and the last one is 1; parts float32 (2 num_ctas, part_floats). With ``row_scales`` k_descale and v_descale
-    are (pages, page_size, kv_heads) of any strides, 0 among them.
+    elements and the last one is 1; parts float32 (2 num_ctas, part_floats), or of any number of rows with clusters,
+    which leave it alone. With ``row_scales`` k_descale and v_descale are (pages, page_size, kv_heads) of any strides, 0
+    among them.
     """
     c = config
     dtype = DSL_DTYPES[c.dtype]

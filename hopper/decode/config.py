@@ -40,8 +40,7 @@ COMBINE_BYTES = 12_288
 """Shared memory that is left to the CTAs which put parts together, so that they may wait where this kernel runs."""
 
 MOST_OF_CLUSTER = 16
-"""CTAs that may put a tile together. More than 8 is more than a GPU has to offer; those of sm_90 have as many in all
-GPCs but small ones."""
+"""CTAs that may put a tile together. 8 is the most that is portable, and the most that any shipped kernel has."""
 
 PARTS_PER_CTA = 2
 """Partial results that a CTA leaves at most: of the tile that it begins in the middle of, and of the one that it leaves
@@ -62,9 +61,8 @@ class DecodeConfig:
     two each (``SwappedConsumer``). Else it comes to ``raw_stages`` stages of its own, and two warpgroups widen it to
     float16, which holds every e4m3 number as it is. An empty ``cache_dtype`` is ``dtype``. With ``e4m3_queries`` Q is
     of e4m3 too, and ``dtype`` that of O. With ``row_scales`` each key of such a cache has a scale of its own, and each
-    value; else a sequence has one for each K/V head. With
-    a ``cluster`` of several CTAs a launch has one for each tile, whose keys they share and which they put together
-    themselves (``ClusterParts``), so that there is no second kernel.
+    value; else a sequence has one for each K/V head. With a ``cluster`` of several CTAs a launch has one for each tile,
+    whose keys they share and which they put together themselves (``ClusterParts``), so that there is no second kernel.
     ``causal``, ``window``, ``chunk``, ``softcap`` and ``sinks`` are as in ``ForwardConfig``.
     """
 

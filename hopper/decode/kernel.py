@@ -71,7 +71,8 @@ class DecodeKernel:
     as ``DecodeConfig.registers`` says.
 
     The query heads of a K/V head, and the tokens of a step, are the rows of a tile, so that keys are read once for all
-    of them. Every CTA reads as many keys as the others (``schedule``), and all roles walk over them alike.
+    of them. Every CTA reads as many keys as the others (``schedule``), in clusters as the others of its tile, and all
+    roles walk over them alike.
     """
 
     def __init__(self, config: DecodeConfig):
@@ -194,7 +195,7 @@ class DecodeKernel:
         score_factors: tuple,
         row_scales: tuple,
     ):
-        """A CTA for each piece of the row of blocks."""
+        """A CTA for each piece of the row of blocks, or of its tile where that has a cluster."""
         c = self.config
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         if warp == 0:

@@ -257,6 +257,12 @@ CASES = {
     "clusters with few blocks, two tiles a K/V head, fewer columns": Case(
         replace(CLUSTERED, cluster=5), (18,), (75, 0, 50), 16, Launch(60, timing=LATE), columns=(40, 24)
     ),
+    "clusters of 2, two full tiles of 64 rows": Case(
+        replace(CLUSTERED, tile_m=64, cluster=2), (16,), (70, 9), 16, Launch(4), (4, 1)
+    ),
+    "clusters of 8, a sequence of 9 blocks, one without keys": Case(
+        replace(CLUSTERED, cluster=8), (1,), (260, 0), 16, Launch(16, timing=LATE), (4, 1)
+    ),
     "clusters, leftpad, window, softcap and sinks": Case(
         replace(PADDED, tile_m=32, cluster=3),
         (9,),

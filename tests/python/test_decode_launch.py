@@ -22,6 +22,7 @@ from hopper_attention.launch import kvcache as launch
 from hopper_attention.reference import attention_naive
 from tests.python.fake_gpu import SMS, forget_launchers, new_memory, pretend
 from tests.python.kvcache_cases import FP8, CacheCase
+from tests.python.test_decode_rules import call_of
 from tests.python.test_kvcache_scales import build
 
 NAMES = (
@@ -266,6 +267,13 @@ def test_a_cache_without_lengths_is_full(kernels: DecodeKernels) -> None:
     out = flash_attn_with_kvcache(**call)
     assert (out - case.expected(call)[0]).abs().max() <= 1.6e-2
     assert kernels.calls[0]["lengths"].tolist() == [8, 8, 8]
+
+
+def test_clusters_have_no_memory_for_parts(kernels: DecodeKernels) -> None:
+    launcher = decode.find_decode(call_of(PAGES))
+    assert launcher.work[0].shape == (PARTS_PER_CTA * launcher.pieces, launcher.config.part_floats)
+    clustered = replace(launcher, config=replace(launcher.config, cluster=2))
+    assert clustered.work[0].shape == (1, launcher.config.part_floats)
 
 
 def test_what_tma_cannot_read_of_q_is_copied(kernels: DecodeKernels) -> None:

@@ -124,7 +124,9 @@ class DecodeLauncher(Launcher):
     @cached_property
     def work(self) -> Pieces:
         """Memory for partial results, and for an LSE that is not wanted."""
-        parts = Piece((PARTS_PER_CTA * self.pieces, self.config.part_floats))
+        # Clusters put tiles together in shared memory.
+        is_clustered = isinstance(self.config, DecodeConfig) and self.config.cluster > 1
+        parts = Piece((1 if is_clustered else PARTS_PER_CTA * self.pieces, self.config.part_floats))
         return (parts,) if self.wants_lse else (parts, Piece(self.shape.lse_shape))
 
 
