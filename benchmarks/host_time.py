@@ -36,7 +36,7 @@ from hopper_attention import (
 from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
 from hopper_attention.experiments.bench.run import describe_place
 from hopper_attention.experiments.calls import HOST_KIND
-from hopper_attention.experiments.reports import dump_figures, load_figures, write_text
+from hopper_attention.experiments.reports import dump_figures, load_figures, rounded, write_text
 
 Call = Callable[[], Any]
 DEVICE = "cuda"
@@ -115,7 +115,7 @@ SAME = "commit", "machine", "cores", "method"
 def with_earlier(report: dict[str, Any], path: Path) -> dict[str, Any]:
     """The report with the figures of the process before, which lie at ``path``, in front of its own."""
     earlier = load_figures(path.read_text(encoding="utf-8"), HOST_KIND) if path.is_file() else report
-    if earlier is report or any(earlier[key] != report[key] for key in SAME):
+    if earlier is report or any(earlier[key] != rounded(report[key]) for key in SAME):
         return report
     us = {
         call: [*earlier["us"].get(call, []), *figures][-PROCESSES:] for call, figures in report["us"].items()

@@ -97,7 +97,7 @@ def select_decode(call: CacheCall, cluster: int = 1) -> DecodeConfig:
 CLUSTERS = (8, 49, 64, 2), (2, 64, 64, 32), (2, 49, 63, 4), (2, 97, 128, 32)
 """CTAs of a cluster for each tile; CTAs of all clusters, at least and at most; and the most key blocks that one CTA may
 have: measured with 8, 32, 56 and 64 tiles (``decode_clusters_83dc9f9.json``, ``decode_clusters_b5de2d1.json``). 64 CTAs
-read longer caches more slowly than all SMs do by more than a second kernel takes, and fewer more slowly still."""
+read longer caches more slowly than all SMs do by more than a second kernel takes; fewer are not measured."""
 
 ANY_LENGTHS = 4
 """Key blocks that a CTA of a cluster may have whatever the lengths are: even where one sequence has them all, it reads
