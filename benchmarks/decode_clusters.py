@@ -1,6 +1,6 @@
 """Decoding whose tiles are put together by a second kernel, or by the clusters of the first one, and cuDNN, in turns.
 
-    python benchmarks/decode_clusters.py [--out FILE] [--rows WORD ...] [--compile-only JOBS]
+    python benchmarks/decode_clusters.py [--out FILE] [--rows WORD ...] [--commit C] [--compile-only JOBS]
 
 A launch is a graph of calls on several caches in turn, so many that none is found in L2. "apart" has a kernel of
 another kind in front of each call, which does not let it start early; its time is in all columns of such a row.
@@ -9,7 +9,6 @@ another kind in front of each call, which does not let it start early; its time 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -24,9 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hopper.decode.config import E4M3, PARTS_PER_CTA, DecodeConfig, select_decode_config
 from hopper_attention import compile_cache
+from hopper_attention.experiments.bench.run import describe_place
+from hopper_attention.experiments.reports import dump_rows, write_text
 
 KV_BYTES, READ_BYTES, MAX_SETS, MAX_CALLS, ROUNDS, HEAD_DIM = 400e6, 1.2e9, 128, 200, 9, 128
 SCALE = HEAD_DIM**-0.5
+METHOD = f"median and least of {ROUNDS} replays of graphs, in turns; of kernels, without what a call takes on the host"
 E4M3_DTYPE = torch.float8_e4m3fn
 
 
@@ -245,7 +247,8 @@ def active_clusters() -> dict[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
     parser.add_argument("--rows", nargs="*", default=[])
     parser.add_argument("--compile-only", type=int, metavar="JOBS")
     options = parser.parse_args()
@@ -256,23 +259,21 @@ def main() -> None:
             print(done.config.name, done.error)
         return
     torch.zeros(1, device="cuda")
-    report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "clusters": active_clusters(),
-        "rows": [],
-    }
-    print(report, flush=True)
+    head = describe_place("decode_clusters", "cuda", options.commit)
+    head |= {"method": METHOD, "clusters": active_clusters()}
+    print(head, flush=True)
+    measured = []
     for row in rows:
         try:
             found = measure(row)
+            show(found)
         except (RuntimeError, AssertionError) as error:
-            print(row.name, repr(error)[:300], flush=True)
-            continue
-        show(found)
-        report["rows"].append(found)
+            found = {"row": asdict(row), "failed": repr(error)[:300]}
+            print(row.name, found["failed"], flush=True)
+        measured.append(found)
         torch.cuda.empty_cache()
         if options.out:
-            Path(options.out).write_text(json.dumps(report, indent=1))
+            write_text(options.out, dump_rows(head, "rows", measured))
 
 
 if __name__ == "__main__":

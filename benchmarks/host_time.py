@@ -3,7 +3,8 @@
     python benchmarks/host_time.py [--calls 300] [--rounds 11] [--commit C] [--out host_time.json]
 
 As ``hopper-attention bench latency``: the wall clock of calls that a GPU executes sooner than they are queued; the
-median of several rounds, in which the kinds take turns. Run it twice with the same file: a process may share its cores.
+median of several rounds, in which the kinds take turns. Run it twice with the same file, which is not there before: a
+process may share its cores.
 A backward call is what ``torch.autograd.grad`` takes.
 """
 
@@ -35,15 +36,18 @@ from hopper_attention import (
 from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
 from hopper_attention.experiments.bench.run import describe_place
 from hopper_attention.experiments.calls import HOST_KIND
-from hopper_attention.experiments.reports import dump_figures, load_figures, write_text
+from hopper_attention.experiments.reports import dump_figures, load_figures, rounded, write_text
 
 Call = Callable[[], Any]
+DEVICE = "cuda"
+PROCESSES = 2
+"""Whose figures a report has: more would give any call one good run."""
 LENGTHS = 8192
 """Keys of the tensor whose first rows are K and V of calls with a length that is new."""
 
 
 def draw(*shape: int, requires_grad: bool = False) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_(requires_grad)
+    return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).requires_grad_(requires_grad)
 
 
 def dense_calls() -> dict[str, Call]:
@@ -72,7 +76,7 @@ def dense_calls() -> dict[str, Call]:
 
 def packed_calls() -> dict[str, Call]:
     leaves = [draw(128, 2, 128, requires_grad=True) for _ in range(3)]
-    starts = torch.tensor([0, 64, 128], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, 64, 128], dtype=torch.int32, device=DEVICE)
     attend = partial(flash_attn_varlen_func, *leaves, starts, starts, 64, 64)
     return {
         "packed forward with gradients": attend,
@@ -84,8 +88,8 @@ def packed_calls() -> dict[str, Call]:
 
 def decode_calls() -> dict[str, Call]:
     q, k_cache, v_cache = draw(1, 1, 32, 128), draw(1, 1024, 8, 128), draw(1, 1024, 8, 128)
-    lengths = torch.tensor([1000], dtype=torch.int32, device="cuda")
-    table = torch.arange(16, dtype=torch.int32, device="cuda").view(1, 16)
+    lengths = torch.tensor([1000], dtype=torch.int32, device=DEVICE)
+    table = torch.arange(16, dtype=torch.int32, device=DEVICE).view(1, 16)
     pages = (x.view(16, 64, 8, 128) for x in (k_cache, v_cache))
     options = {"cache_seqlens": lengths, "causal": True}
     decode = partial(flash_attn_with_kvcache, q, k_cache, v_cache, **options)
@@ -99,16 +103,23 @@ def decode_calls() -> dict[str, Call]:
     return calls | {"get_scheduler_metadata": plan}
 
 
+def all_calls() -> dict[str, Call]:
+    return dense_calls() | packed_calls() | decode_calls()
+
+
 OUT_HELP = """JSON: microseconds by call, for each process the median and the least of its rounds; to a file that is
-there of the same commit this process is added"""
+there of the same commit, machine and method this process is added, and it keeps the last two"""
+SAME = "commit", "machine", "cores", "method"
 
 
 def with_earlier(report: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The report with the figures of earlier processes, which lie at ``path``, in front of its own."""
+    """The report with the figures of the process before, which lie at ``path``, in front of its own."""
     earlier = load_figures(path.read_text(encoding="utf-8"), HOST_KIND) if path.is_file() else report
-    if earlier is report or earlier["commit"] != report["commit"]:
+    if earlier is report or any(earlier[key] != rounded(report[key]) for key in SAME):
         return report
-    us = {call: [*earlier["us"].get(call, []), *figures] for call, figures in report["us"].items()}
+    us = {
+        call: [*earlier["us"].get(call, []), *figures][-PROCESSES:] for call, figures in report["us"].items()
+    }
     return {**report, "us": us}
 
 
@@ -119,11 +130,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--calls", type=int, default=300, help="calls a measurement")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
-    parser.add_argument(
-        "--out", type=Path, help="JSON: microseconds a call, by kind, [median, least] of the rounds"
-    )
+    parser.add_argument("--out", type=Path, help=OUT_HELP)
     options = parser.parse_args(arguments)
-    calls = dense_calls() | packed_calls() | decode_calls()
+    calls = all_calls()
     for call in calls.values():
         time_calls(call, WARM_UP_CALLS, torch.cuda.synchronize)
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -136,7 +145,7 @@ def main(arguments: list[str]) -> int:
     for name, median in medians.items():
         print(f"{name:40} {median:8.1f} us, {min(samples[name]):8.1f} to {max(samples[name]):8.1f}")
     if options.out:
-        head = describe_place(HOST_KIND, "cuda", options.commit)
+        head = describe_place(HOST_KIND, DEVICE, options.commit)
         method = (
             f"{options.rounds} rounds in turns of {options.calls} calls, which are queued while the GPU works"
         )

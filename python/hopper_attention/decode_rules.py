@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from cute_kernels.problem import DENSE, VARLEN
@@ -19,6 +20,7 @@ from hopper.decode.config import (
 )
 from hopper_attention.backends import Target
 from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.device_memory import is_capturing
 from hopper_attention.driver import most_clusters
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.layout import Repair, repair_for
@@ -92,31 +94,71 @@ def select_decode(call: CacheCall, cluster: int = 1) -> DecodeConfig:
     return config
 
 
-CLUSTERS = (8, 64, 2), (2, 64, 32), (2, 128, 32)
-"""CTAs of a cluster for each tile; CTAs of all clusters, at most, and more than three quarters of that; and the most
-key blocks that one CTA may have: measured with 8, 32, 56 and 64 tiles (``decode_clusters_83dc9f9.json``,
-``decode_clusters_b5de2d1.json``). 64 CTAs read longer caches more slowly than all SMs do by more than a second kernel
-takes."""
+CLUSTERS = (8, 49, 64, 2), (2, 64, 64, 32), (2, 49, 63, 4), (2, 97, 128, 32)
+"""CTAs of a cluster for each tile; CTAs of all clusters, at least and at most; and the most key blocks that one CTA may
+have: measured with 8, 32, 56 and 64 tiles (``decode_clusters_83dc9f9.json``, ``decode_clusters_b5de2d1.json``). 64 CTAs
+read longer caches more slowly than all SMs do by more than a second kernel takes; fewer are not measured."""
 
-ANY_LENGTHS = 4
-"""Key blocks that a CTA of a cluster may have whatever the lengths are: even where one sequence has them all, it reads
-them in less time than a second kernel takes. With twice as many it does not."""
+ANY_LENGTHS = 8
+"""Key blocks that a sequence may have whatever the others' lengths are: even where one has them all, two CTAs read them
+in less time than a second kernel takes. With twice as many they do not."""
 
 
 def serving_config(call: CacheCall) -> DecodeConfig:
     """The config of the kernel that serves a call: ``select_decode``, with clusters where these are faster, as far as
-    the host knows of lengths, and the GPU has room for those of all tiles at once."""
+    the host knows of lengths, and the GPU has room for those of all at once; without, while a graph is captured."""
+    return lasting_config(call) or select_decode(call)
+
+
+def lasting_config(call: CacheCall) -> DecodeConfig | None:
+    """``serving_config``, if it may be remembered: None while a graph is captured, where clusters may be faster. To ask
+    the driver for their room loads a module, which breaks a capture."""
     shape, config = call.shape, select_decode(call)
     if shape.device.type != "cuda" or call.sm_margin or not takes_clusters(config):
         return config
     tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // config.tile_m)
-    for cluster, ctas, blocks in CLUSTERS:
-        is_wide = ctas * 3 // 4 < tiles * cluster <= ctas
-        most = blocks if call.has_one_length else min(blocks, ANY_LENGTHS)
-        is_short = shape.seqlen_k <= most * cluster * config.tile_n
-        if is_wide and is_short and most_clusters(shape.device.index or 0, cluster) >= tiles:
+    for cluster, least, most, blocks in CLUSTERS:
+        is_wide = least <= tiles * cluster <= most
+        most_blocks = blocks * cluster
+        if not call.has_one_length:
+            most_blocks = min(most_blocks, ANY_LENGTHS)
+        if not is_wide or shape.seqlen_k > most_blocks * config.tile_n:
+            continue
+        if is_capturing(shape.device):
+            return None
+        if most_clusters(shape.device.index or 0, cluster) >= tiles:
             return select_decode(call, cluster)
     return config
+
+
+def in_clusters(config: DecodeConfig, kv_heads: int) -> Iterator[DecodeConfig]:
+    """The configs with clusters that may serve in place of one without, in a model of so many K/V heads."""
+    c = config
+    sizes = sorted({cluster for cluster, _, most, _ in CLUSTERS if kv_heads * cluster <= most})
+    for cluster in sizes if takes_clusters(c) else ():
+        found = select_decode_config(
+            c.dtype,
+            c.head_dim,
+            c.head_dim_v,
+            c.causal,
+            # Of pages that hold a box and no longer one.
+            c.box_rows,
+            2,
+            c.tile_m,
+            window=c.window,
+            chunk=c.chunk,
+            layout=c.layout,
+            paged=c.paged,
+            leftpad=c.leftpad,
+            softcap=c.softcap,
+            sinks=c.sinks,
+            cache_dtype=c.cache_dtype,
+            e4m3_queries=c.e4m3_queries,
+            row_scales=c.row_scales,
+            cluster=cluster,
+        )
+        assert found is not None
+        yield found
 
 
 def fields_of(call: CacheCall) -> dict[str, Any]:

@@ -315,12 +315,13 @@ TABLE_BYTES = 2**19
 def filled(number: int, count: int, most: int, device: torch.device) -> Tensor:
     """int32 (count,) of one number: of a table of those from 0 to ``most``, which is kept, so that no kernel fills it;
     or a new one, where the table would be too large or ``most`` is negative."""
-    table = None
-    if 0 <= number <= most and 4 * count * (most + 1) <= TABLE_BYTES:
+    table, rows = None, 1 << max(most, 0).bit_length()
+    # A power of two, as a cache that grows by a key a call would else make a table, and wait for it, at every call.
+    if 0 <= number <= most and 4 * count * rows <= TABLE_BYTES:
 
         def make() -> Tensor:
-            return torch.arange(most + 1, dtype=torch.int32, device="cpu")[:, None].repeat(1, count)
+            return torch.arange(rows, dtype=torch.int32, device="cpu")[:, None].repeat(1, count)
 
-        table = constants.get(("filled", count, most, device), device, make)
+        table = constants.get(("filled", count, rows, device), device, make)
     # A graph that finds no table fills its own, at every replay.
     return torch.full((count,), number, dtype=torch.int32, device=device) if table is None else table[number]

@@ -53,11 +53,11 @@ EMPTY_KERNEL = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry 
 
 def most_clusters(index: int, size: int) -> int:
     """Clusters of ``size`` CTAs, each with all shared memory of an SM, that GPU ``index`` has room for at once: fewer
-    than it has SMs for, as a cluster lies in one GPC. 0 without cuda-python, or if the driver refuses, which is asked
-    again the next time."""
+    than it has SMs for, as a cluster lies in one GPC. 0 without cuda-python or with one that is too old, or if the
+    driver refuses, which is asked again for the next call that is not remembered. Not while a graph is captured."""
     try:
         return _most_clusters(index, size)
-    except (ImportError, RuntimeError):
+    except (ImportError, AttributeError, RuntimeError):
         return 0
 
 
@@ -97,7 +97,14 @@ def _ask(function: Any, *given: Any) -> Any:
 def _count_in_context(driver: Any, size: int, room: int) -> int:
     """Of CTAs with ``room`` bytes of shared memory."""
     module = _ask(driver.cuModuleLoadData, EMPTY_KERNEL)
-    kernel, attributes = _ask(driver.cuModuleGetFunction, module, b"nothing"), driver.CUfunction_attribute
+    try:
+        return _count_of_kernel(driver, _ask(driver.cuModuleGetFunction, module, b"nothing"), size, room)
+    finally:
+        driver.cuModuleUnload(module)
+
+
+def _count_of_kernel(driver: Any, kernel: Any, size: int, room: int) -> int:
+    attributes = driver.CUfunction_attribute
     any_size = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
     _ask(driver.cuFuncSetAttribute, kernel, any_size, 1)
     _ask(driver.cuFuncSetAttribute, kernel, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, room)
@@ -109,6 +116,4 @@ def _count_in_context(driver: Any, size: int, room: int) -> int:
     launch.gridDimX, launch.gridDimY, launch.gridDimZ = size, 1, 1
     launch.blockDimX, launch.blockDimY, launch.blockDimZ = 128, 1, 1
     launch.sharedMemBytes, launch.numAttrs, launch.attrs = room, 1, [cluster]
-    found = int(_ask(driver.cuOccupancyMaxActiveClusters, kernel, launch))
-    _ask(driver.cuModuleUnload, module)
-    return found
+    return int(_ask(driver.cuOccupancyMaxActiveClusters, kernel, launch))

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from hopper_attention.checks import Result
+from hopper_attention.device_memory import is_capturing
 from hopper_attention.kvcache_call import CheckedCall
 from hopper_attention.kvcache_checks import CacheOptions
 from hopper_attention.kvcache_schedule import ATTRIBUTE, Schedule, schedule_of
@@ -85,6 +86,9 @@ def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -
     key, schedule = _key_of(tensors, options), schedule_of(tensors[-1])
     sizes = tensors[0].shape, tensors[1].shape, key
     if schedule is None and not remembered.comes_again(sizes):
+        return
+    # What serves in a graph that is captured may not be what serves elsewhere.
+    if is_capturing(call.shape.device):
         return
     if is_launched_as_it_is(call.shape, read, tensors):
         given = [x for x in tensors if x is not None]

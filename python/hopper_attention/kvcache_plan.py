@@ -107,7 +107,8 @@ def explain_kvcache(
         q and all others up to ``backend``: as for :func:`hopper_attention.flash_attn_with_kvcache`. Meta tensors will
             do, as nothing is read.
         device_capability: answer for a GPU of this compute capability, with everything installed, instead of for the
-            device of q; (9, 0) is a Hopper GPU.
+            device of q; (9, 0) is a Hopper GPU. Whether it would decode in clusters, only a GPU can tell, on which q
+            has to be: of other tensors the config has none.
 
     Raises:
         ValueError, TypeError, NotImplementedError: as the call itself would.

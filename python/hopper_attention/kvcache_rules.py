@@ -175,8 +175,9 @@ def _pages_of_a_sequence(call: CacheCall) -> int:
 RULES = (
     Rule(
         "decode",
-        "a kernel shares all keys out over the GPU, wherever sequences end, reads them where they lie, and has the "
-        "query heads of a K/V head as the rows of a tile",
+        "a kernel shares all keys out over the GPU, wherever sequences end, or with clusters in its config (_c2, _c8) "
+        "each tile's over a cluster, reads them where they lie, and has the query heads of a K/V head as the rows of a "
+        "tile",
         why_not_decode_kernel,
         select_decode_kernel,
     ),

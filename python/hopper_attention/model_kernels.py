@@ -16,10 +16,12 @@ from cute_kernels.backward.step import BackwardStep
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
 from cute_kernels.rotation.config import RotationConfig
+from hopper.decode.config import DecodeConfig
 from hopper_attention import backward_rules, forward_rules
 from hopper_attention.backends import HOPPER_CAPABILITY, KERNELS, Target
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec, check_qkv
+from hopper_attention.decode_rules import in_clusters
 from hopper_attention.forward_rules import ReferenceConfig, choose_for
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.launch.append import append_facts, select_append_config
@@ -265,5 +267,7 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
                     device_capability=capability,
                 )
                 yield plan.config
+                if isinstance(plan.config, DecodeConfig):
+                    yield from in_clusters(plan.config, model.kv_heads)
         new = k.new_empty(4, seqlen_q, *k.shape[2:]), v.new_empty(4, seqlen_q, *v.shape[2:])
         yield select_append_config(append_facts(*new, k, v, table), target)

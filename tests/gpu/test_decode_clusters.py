@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hopper_attention import explain_kvcache, flash_attn_with_kvcache
+from hopper_attention import driver, explain_kvcache, flash_attn_with_kvcache
 from hopper_attention.driver import most_clusters
 from hopper_attention.reference import attention_naive
 from tests.python.kvcache_cases import CacheCase
@@ -165,6 +165,30 @@ def test_a_short_cache_of_any_lengths(dtype: torch.dtype, lse_error: float) -> N
         assert (out[b : b + 1].double() - exact).norm() <= 4e-3 * exact.norm(), b
         assert torch.equal(lse[b : b + 1].isinf(), exact_lse.isinf()), b
         assert (lse[b : b + 1].double() - exact_lse).nan_to_num(nan=0.0).abs().max() <= lse_error, b
+
+
+def test_a_graph_of_a_call_that_was_never_made_asks_nothing_of_the_driver() -> None:
+    """The kernel without clusters is loaded; the first call outside of the graph has clusters."""
+    torch.manual_seed(7)
+    q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1920, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    lengths = torch.tensor([1900], dtype=torch.int32, device="cuda")
+    longer = [x.repeat(1, 4, 1, 1) for x in (k, v)]
+    flash_attn_with_kvcache(q, *longer, cache_seqlens=lengths)
+    torch.cuda.synchronize()
+    driver._most_clusters.cache_clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # Three layers, none of which is remembered.
+        of_graph = [flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths) for _ in range(3)]
+    assert driver._most_clusters.cache_info().currsize == 0
+    graph.replay()
+    torch.cuda.synchronize()
+    found = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths)
+    assert driver._most_clusters.cache_info().currsize == 1
+    exact, _ = attention_naive(q.double(), *(x[:, :1900].double() for x in (k, v)))
+    for out in (*of_graph, found):
+        assert (out.double() - exact).norm() <= 4e-3 * exact.norm()
 
 
 def test_a_process_whose_first_question_is_for_clusters_gets_an_answer() -> None:

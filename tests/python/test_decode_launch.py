@@ -293,6 +293,18 @@ def test_calls_that_are_alike_have_one_launcher(kernels: DecodeKernels) -> None:
     assert [config.causal for config in kernels.loaded] == [False, True]
 
 
+def test_what_serves_while_a_graph_is_captured_is_not_remembered(
+    kernels: DecodeKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = PAGES.build(torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "lasting_config", lambda call: None)
+        of_graph = flash_attn_with_kvcache(**call)
+    assert torch.equal(flash_attn_with_kvcache(**call), of_graph) and len(kernels.loaded) == 2
+    flash_attn_with_kvcache(**call)
+    assert len(kernels.loaded) == 2 and len(kernels.calls) == 3
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_a_second_query(packed: bool, kernels: DecodeKernels) -> None:
     """That begins with the other in rows of both, as in models; so do the caches."""

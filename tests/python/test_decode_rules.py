@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.decode.config import PAIRED_TILE_M, DecodeConfig
+from hopper.decode.config import PAIRED_TILE_M, DecodeConfig, takes_clusters
 from hopper_attention import decode_rules, driver, explain_kvcache
 from hopper_attention.backends import Target
 from hopper_attention.decode_rules import (
     CTA_STEP,
     MAX_PARTS,
     ctas_of_pieces,
+    in_clusters,
     select_decode,
     serving_config,
     why_not_decode,
@@ -56,6 +57,8 @@ def call_of(case: CacheCase, **given: Any) -> CacheCall:
         ((32, 8), 4096, {}, 15, 1),
         ((32, 32), 8192, {}, 66, 2),
         ((32, 32), 8448, {}, 66, 1),
+        ((28, 28), 8192, {}, 66, 1),
+        ((28, 28), 1024, {}, 66, 2),
         ((32, 4), 1024, {}, 15, 1),
         ((32, 8), 1024, {"num_splits": 2}, 15, 1),
         ((32, 8), 1024, {"sm_margin": 8}, 15, 1),
@@ -71,11 +74,16 @@ def test_clusters_are_for_short_caches_of_one_sequence(
 ) -> None:
     """``room``: the clusters of that size that the GPU holds."""
     monkeypatch.setattr(decode_rules, "most_clusters", lambda index, size: room)
+    capturing = [False, True]
+    monkeypatch.setattr(decode_rules, "is_capturing", lambda device: capturing.pop(0))
     case = CacheCase(lengths=(9,), queries=(1,), heads=heads, head_dims=(128, 128), capacity=capacity)
     call = call_of(case, **others)
     assert serving_config(call) == select_decode(call)
     on_a_gpu = replace(call, shape=replace(call.shape, device=torch.device("cuda", 0)))
+    was_asked = len(capturing)
     assert serving_config(on_a_gpu) == select_decode(call, cluster)
+    # In a graph the driver, which may not be asked there, is not.
+    assert len(capturing) == was_asked or serving_config(on_a_gpu) == select_decode(call)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +108,7 @@ def test_clusters_are_for_short_caches_and_for_sequences_of_one_length_that_the_
     changes: dict[str, Any], given: dict[str, Any], cluster: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_rules, "most_clusters", lambda index, size: 132 // size)
+    monkeypatch.setattr(decode_rules, "is_capturing", lambda device: False)
     case = CacheCase(lengths=8 * (9,), queries=8 * (1,), heads=(32, 8), head_dims=(128, 128), capacity=2048)
     call = call_of(replace(case, **changes), **given)
     assert serving_config(call).cluster == 1
@@ -107,11 +116,33 @@ def test_clusters_are_for_short_caches_and_for_sequences_of_one_length_that_the_
     assert serving_config(on_a_gpu) == select_decode(call, cluster)
 
 
+@pytest.mark.parametrize(
+    ("case", "given"),
+    [
+        (CONTIGUOUS, {"causal": True}),
+        (PAGES, {"window_size": (4, 1), "softcap": 2.0}),
+        (OF_16_BYTES, {"cache_dtype": FP8}),
+        (replace(PAGES, head_dims=(256, 256), queries=(40, 40, 40)), {"sinks": torch.zeros(4)}),
+        (replace(PAGES, page_size=24, leftpad=(1, 0, 2)), {}),
+        (replace(PAGES, queries=(33, 33, 33)), {}),
+        (PAGES, {"num_splits": 2}),
+    ],
+    ids=str,
+)
+def test_configs_in_clusters_are_those_of_calls(case: CacheCase, given: dict[str, Any]) -> None:
+    call = call_of(case, **given)
+    plain = select_decode(call)
+    expected = [select_decode(call, cluster) for cluster in (2, 8)] if takes_clusters(plain) else []
+    assert list(in_clusters(plain, 8)) == expected
+    assert list(in_clusters(plain, 9)) == expected[:1]
+    assert bool(expected) != (case.queries[0] == 33 or "num_splits" in given)
+
+
 class Driver:
     """Of a GPU with room for 120 CTAs in clusters; ``refuses`` is what it has nothing for."""
 
     def __init__(self, refuses: str = "") -> None:
-        self.refuses, self.set = refuses, []
+        self.refuses, self.set, self.called = refuses, [], []
         self.CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=97)
         self.CUfunction_attribute = SimpleNamespace(
             CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED=14,
@@ -123,7 +154,13 @@ class Driver:
         self.CUlaunchAttributeValue = lambda: SimpleNamespace(clusterDim=SimpleNamespace())
 
     def __getattr__(self, name: str) -> Any:
+        from cuda.bindings import driver as real
+
+        if not hasattr(real, name):
+            raise AttributeError(name)
+
         def function(*given: Any) -> tuple[Any, ...]:
+            self.called.append(name)
             if name == "cuFuncSetAttribute":
                 self.set.append(given[1:])
             if name == "cuOccupancyMaxActiveClusters":
@@ -139,8 +176,39 @@ def test_room_for_clusters_is_what_the_driver_says() -> None:
     fake = Driver()
     assert driver.count_clusters(fake, 0, 8) == 15
     assert fake.set == [(14, 1), (8, 232_448)]
-    with pytest.raises(RuntimeError, match="cuModuleLoadData gives 1"):
-        driver.count_clusters(Driver("cuModuleLoadData"), 0, 8)
+    assert fake.called[-3:] == ["cuModuleUnload", *LEAVES]
+    with pytest.raises(AttributeError, match="cuNoSuchCall"):
+        fake.cuNoSuchCall()
+
+
+LEAVES = ["cuCtxPopCurrent", "cuDevicePrimaryCtxRelease"]
+
+
+@pytest.mark.parametrize(
+    ("refuses", "undone"),
+    [
+        ("cuDeviceGet", []),
+        ("cuModuleLoadData", LEAVES),
+        ("cuModuleGetFunction", ["cuModuleUnload", *LEAVES]),
+        ("cuFuncSetAttribute", ["cuModuleUnload", *LEAVES]),
+    ],
+)
+def test_a_driver_that_refuses_is_left_as_it_was(refuses: str, undone: list[str]) -> None:
+    fake = Driver(refuses)
+    with pytest.raises(RuntimeError, match=f"{refuses} gives 1"):
+        driver.count_clusters(fake, 0, 8)
+    assert fake.called[fake.called.index(refuses) + 1 :] == undone
+
+
+@pytest.mark.parametrize("error", [ImportError, AttributeError, RuntimeError])
+def test_without_an_answer_there_are_no_clusters(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*given: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(driver, "_most_clusters", ask)
+    assert driver.most_clusters(0, 2) == 0
 
 
 SERVED: dict[str, tuple[CacheCase, dict[str, Any]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hopper_attention import cli_compile, explain, explain_varlen
+from hopper.decode.config import DecodeConfig
+from hopper_attention import cli_compile, decode_rules, explain, explain_varlen
 from hopper_attention.cli import app
+from hopper_attention.kvcache_call import CacheExtras, CacheOptions, read_call
+from hopper_attention.kvcache_checks import CacheTensors
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.model_kernels import ModelShape, kernels_of, read_model, shape_of
 
@@ -88,6 +92,24 @@ def test_every_call_of_the_model_finds_its_kernel(
             for queries in (q, q[:, :1]):
                 plan = explain_kvcache(queries, cache, cache, cache_seqlens=lengths, **masked)
                 assert plan.config.name in found
+
+
+def test_kernels_with_clusters_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [kernel for kernel in kernels_of(shape_of(LLAMA), "sm_90a") if isinstance(kernel, DecodeConfig)]
+    assert {config.cluster for config in found} == {1} | {cluster for cluster, *_ in decode_rules.CLUSTERS}
+    monkeypatch.setattr(decode_rules, "most_clusters", lambda index, size: 132 // size)
+    monkeypatch.setattr(decode_rules, "is_capturing", lambda device: False)
+    q, cache = (
+        torch.empty(8, *of, dtype=torch.bfloat16, device="meta") for of in ((1, 32, 128), (8192, 8, 128))
+    )
+    for batch, cluster in ((1, 8), (8, 2)):
+        # The keys that one query sees need no mask.
+        tensors = CacheTensors(q[:batch], cache[:batch, :2048], cache[:batch, :2048])
+        call = read_call(tensors, CacheExtras(), CacheOptions(causal=True)).call
+        config = decode_rules.serving_config(
+            replace(call, shape=replace(call.shape, device=torch.device("cuda", 0)))
+        )
+        assert config.cluster == cluster and config in found
 
 
 def test_training_adds_the_backward_passes() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper_attention import explain_varlen, flash_attn_varlen_func, forward_rules
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.problem import AttentionProblem
@@ -79,6 +80,24 @@ def test_it_raises_what_the_call_would(changed: dict[str, Any], error: type[Exce
     given = dict(zip(names, (*USED.tensors(torch.bfloat16), *USED.lengths), strict=False))
     with pytest.raises(error, match=message):
         explain_varlen(**given | changed)
+
+
+@pytest.mark.parametrize("columns", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_e4m3_tensors_have_scores_in_float32_with_and_without_the_lse(
+    columns: int, causal: bool
+) -> None:
+    """As the operator, which does not know whether the lse is wanted, takes them to have."""
+    q = torch.empty(64, 4, columns, dtype=torch.float8_e4m3fn, device="meta")
+    cu = torch.empty(3, dtype=torch.int32, device="meta")
+    configs = [
+        explain_varlen(
+            q, q, q, cu, cu, 4096, 4096, causal=causal, return_attn_probs=wanted, device_capability=(9, 0)
+        ).config
+        for wanted in (False, True)
+    ]
+    assert configs[0] == configs[1] and isinstance(configs[0], Fp8ForwardConfig)
+    assert configs[0].softmax is not Softmax.HALF_SCORES
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (3, 2), (3, 0)], ids=str)

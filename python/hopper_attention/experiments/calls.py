@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,12 +43,13 @@ def host_us(report: Report) -> dict[str, float]:
 
 
 def host_targets(report: Report) -> list[Target]:
-    found = host_us(report)
-    return [
-        Target(f"host time, {call}", f"<= {most:.0f} us", f"{found[call]:.1f} us", found[call] <= most)
-        for call, most in MOST_US.items()
-        if call in found
-    ]
+    """Of every call in ``MOST_US``: one that is not in the report does not meet it."""
+    found, targets = host_us(report), []
+    for call, most in MOST_US.items():
+        us = found.get(call, math.inf)
+        measured = f"{us:.1f} us" if call in found else "not measured"
+        targets.append(Target(f"host time, {call}", f"<= {most:.0f} us", measured, us <= most))
+    return targets
 
 
 def jax_targets(report: Report) -> list[Target]:

@@ -15,7 +15,7 @@ from hopper.mla.config import MlaConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
-from hopper_attention.decode_rules import ctas_of_pieces, serving_config
+from hopper_attention.decode_rules import ctas_of_pieces, lasting_config, select_decode
 from hopper_attention.device_memory import Piece, Pieces, constants, unit_scales
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, Launcher, count_ctas, index_of
@@ -130,17 +130,33 @@ class DecodeLauncher(Launcher):
         return (parts,) if self.wants_lse else (parts, Piece(self.shape.lse_shape))
 
 
-@lru_cache(maxsize=REMEMBERED_CALLS)
+class NotLastingError(Exception):
+    """What serves a call in the graph that is captured is not what serves others like it."""
+
+
 def find_decode(call: CacheCall) -> DecodeLauncher:
     """The launcher for calls like this one, whose kernel is compiled or loaded."""
+    try:
+        return _lasting_launcher(call)
+    except NotLastingError:
+        return _launcher(call, select_decode(call))
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def _lasting_launcher(call: CacheCall) -> DecodeLauncher:
+    """Raises NotLastingError, which is not remembered."""
+    config = select_mla(call) if call.shape.has_qv else lasting_config(call)
+    if config is None:
+        raise NotLastingError
+    return _launcher(call, config)
+
+
+def _launcher(call: CacheCall, config: DecodeConfig | MlaConfig) -> DecodeLauncher:
     index = index_of(call.shape.device)
     multiprocessors = count_ctas(index, call.sm_margin)
-    config: DecodeConfig | MlaConfig
-    if call.shape.has_qv:
-        config = select_mla(call)
+    if isinstance(config, MlaConfig):
         pieces = pieces_of(config, call, multiprocessors)
     else:
-        config = serving_config(call)
         tiles = call.shape.batch * call.shape.kv_heads * -(-call.shape.rows_a_kv_head // config.tile_m)
         pieces = ctas_of_pieces(multiprocessors, tiles) if config.cluster == 1 else tiles * config.cluster
     return DecodeLauncher(

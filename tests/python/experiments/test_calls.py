@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import host_time, render
 from hopper_attention.experiments.calls import (
     FIRST_KIND,
@@ -36,15 +38,27 @@ def test_a_second_process_of_the_same_commit_is_added(tmp_path: Path) -> None:
     path.write_text(dump_figures(first))
     both = host_time.with_earlier(second, path)
     assert both["us"] == {"backward": [[70.0, 66.0], [59.0, 58.0]]}
-    assert host_time.with_earlier({**second, "commit": "other"}, path)["us"] == second["us"]
+    others = {
+        "commit": "other",
+        "machine": {**MACHINE, "gpu": "NVIDIA H100"},
+        "cores": 8,
+        "method": "9 rounds",
+    }
+    for key, value in others.items():
+        assert host_time.with_earlier({**second, key: value}, path)["us"] == second["us"], key
     path.write_text(dump_figures(both))
-    (target,) = host_targets(load_figures(path.read_text(), HOST_KIND))
-    assert (target.what, target.measured, target.met) == ("host time, backward", "59.0 us", True)
+    third = host_report(backward=[[80.0, 79.0]])
+    assert host_time.with_earlier(third, path)["us"] == {"backward": [[59.0, 58.0], [80.0, 79.0]]}
+    targets = {target.what: target for target in host_targets(load_figures(path.read_text(), HOST_KIND))}
+    assert set(targets) == {f"host time, {call}" for call in MOST_US}
+    target = targets.pop("host time, backward")
+    assert (target.measured, target.met) == ("59.0 us", True)
+    assert all((other.measured, other.met) == ("not measured", False) for other in targets.values())
 
 
-def test_every_promise_is_about_a_call_that_is_timed() -> None:
-    source = Path(host_time.__file__).read_text()
-    assert all(f'"{call}"' in source for call in MOST_US)
+def test_every_promise_is_about_a_call_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_time, "DEVICE", "cpu")
+    assert set(MOST_US) <= set(host_time.all_calls())
 
 
 def test_the_page_has_the_reports_that_there_are() -> None:

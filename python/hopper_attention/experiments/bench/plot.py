@@ -32,7 +32,7 @@ COLOURS = {
     OURS_16_BIT: PALETTE["grey"],
     OURS_TWO_LEVEL: PALETTE["blue-light"],
     OURS_DROP_IN: "#4d9684",
-    OURS_DETERMINISTIC: "#4d9684",
+    OURS_DETERMINISTIC: "#56a08c",
     AMPERE: PALETTE["ours-light"],
     "fa3": PALETTE["blue"],
     "fa4": PALETTE["blue-light"],

@@ -26,8 +26,8 @@ from hopper_attention.experiments.bench.results import OURS
 from hopper_attention.experiments.bench.timing import Launch
 from hopper_attention.experiments.serving import flashmla
 from hopper_attention.experiments.serving.inputs import CacheInputs, plain_of
-from hopper_attention.experiments.serving.results import OURS_FP8_QUERIES, OURS_PLAIN
-from hopper_attention.experiments.serving.spec import ServingWorkload
+from hopper_attention.experiments.serving.results import OURS_FP8_QUERIES, OURS_KNOWN, OURS_PLAIN
+from hopper_attention.experiments.serving.spec import KNOWN, ServingWorkload
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.quantization import to_e4m3
 
@@ -110,6 +110,14 @@ def arguments_with_fp8_queries(workload: ServingWorkload, inputs: CacheInputs) -
 
 def plain_arguments(workload: ServingWorkload, inputs: CacheInputs) -> dict[str, Any]:
     return our_arguments(workload.plain, plain_of(workload, inputs))
+
+
+def known_arguments(workload: ServingWorkload, inputs: CacheInputs) -> dict[str, Any]:
+    return {**our_arguments(workload, inputs), "cache_seqlens": workload.longest}
+
+
+def with_known_lengths(workload: ServingWorkload) -> bool:
+    return workload in KNOWN
 
 
 Arguments = Callable[[ServingWorkload, CacheInputs], dict[str, Any]]
@@ -312,6 +320,9 @@ SERVING_PEERS: dict[str, ServingPeer] = {
     for peer in (
         our_peer(OURS, "hopper-attention", our_arguments),
         our_peer(OURS_PLAIN, "hopper-attention without the pages or new keys", plain_arguments, has_plain),
+        our_peer(
+            OURS_KNOWN, "hopper-attention with lengths as an int", known_arguments, with_known_lengths
+        ),
         our_peer(
             OURS_FP8_QUERIES, "hopper-attention with FP8 queries", arguments_with_fp8_queries, in_fp8,
             rounds_queries=True,

@@ -8,7 +8,12 @@ from pathlib import Path
 from hopper_attention.experiments.bench.plot import COLOURS
 from hopper_attention.experiments.bench.results import OURS
 from hopper_attention.experiments.plots import PALETTE
-from hopper_attention.experiments.serving.results import OURS_FP8_QUERIES, OURS_PLAIN, ServingReport
+from hopper_attention.experiments.serving.results import (
+    OURS_FP8_QUERIES,
+    OURS_KNOWN,
+    OURS_PLAIN,
+    ServingReport,
+)
 from hopper_attention.experiments.serving.spec import ServingWorkload
 from hopper_attention.experiments.serving.tables import LAYOUT, peers_of
 from hopper_attention.experiments.workloads.plot import Picture
@@ -18,9 +23,13 @@ SERVING_COLOURS = {
     "fa3_best": "#274b80",
     "flashmla": PALETTE["sand"],
     OURS_PLAIN: PALETTE["ours-light"],
+    OURS_KNOWN: "#4d9684",
     OURS_FP8_QUERIES: PALETTE["ours-light"],
 }
-ORDER = ("torch", "fa2", "cudnn", "fa4", "fa3", "fa3_best", "flashmla", OURS_PLAIN, OURS_FP8_QUERIES, OURS)
+ORDER = (
+    *("torch", "fa2", "cudnn", "fa4", "fa3", "fa3_best", "flashmla"),
+    *(OURS_PLAIN, OURS_FP8_QUERIES, OURS_KNOWN, OURS),
+)
 
 
 def label_of(workload: ServingWorkload) -> str:

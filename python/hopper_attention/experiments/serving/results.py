@@ -20,7 +20,10 @@ OURS_PLAIN = "ours_plain"
 OURS_FP8_QUERIES = "ours_fp8q"
 """Our call with queries in e4m3, on a cache in e4m3."""
 
-OWN = (OURS, OURS_PLAIN, OURS_FP8_QUERIES)
+OURS_KNOWN = "ours_known"
+"""Our call with cache_seqlens as an int."""
+
+OWN = (OURS, OURS_PLAIN, OURS_KNOWN, OURS_FP8_QUERIES)
 MOST_HOST_US = 12.0
 MOST_OF_16_BIT_ERROR = 2.0
 
@@ -124,17 +127,17 @@ def serving_targets(report: ServingReport) -> list[Target]:
 
 def error_targets(cells: Sequence[ServingCell]) -> list[Target]:
     """That 16-bit queries on a cache in e4m3 add no more error to attention over its values than 16 bits have."""
-    errors = {
-        cell.workload: ours.error for cell in cells if isinstance(ours := cell.peers.get(OURS), Measured)
-    }
-    targets = []
-    for workload, error in errors.items():
-        of_16_bits = errors.get(replace(workload, is_fp8=False), 0.0)
-        if workload.is_fp8 and of_16_bits:
-            ratio = error / of_16_bits
-            required, measured = f"<= {MOST_OF_16_BIT_ERROR:g} of 16 bits", f"{ratio:.2f}"
-            target = Target(f"error of {workload.name}", required, measured, ratio <= MOST_OF_16_BIT_ERROR)
-            targets.append(target)
+    ours = {cell.workload: cell.peers.get(OURS) for cell in cells}
+    targets, required = [], f"<= {MOST_OF_16_BIT_ERROR:g} times that of 16 bits"
+    for workload, result in ours.items():
+        in_16_bits = ours.get(replace(workload, is_fp8=False))
+        if not workload.is_fp8 or not isinstance(result, Measured) or in_16_bits is None:
+            continue
+        ratio, measured = math.inf, "16 bits failed"
+        if isinstance(in_16_bits, Measured) and in_16_bits.error:
+            ratio = result.error / in_16_bits.error
+            measured = f"{ratio:.2f}"
+        targets.append(Target(f"error of {workload.name}", required, measured, ratio <= MOST_OF_16_BIT_ERROR))
     return targets
 
 
@@ -144,7 +147,11 @@ def cell_targets(cell: ServingCell) -> list[Target]:
     if promise.least_of_best and not math.isnan(cell.ratio):
         required, measured = f">= {promise.least_of_best:.2f}", f"{cell.ratio:.3f} of {cell.best_peer}"
         targets.append(Target(name, required, measured, cell.ratio >= promise.least_of_best))
-    for peer, what in ((OURS, name), (OURS_FP8_QUERIES, f"{name}, FP8 queries")):
+    for peer, what in (
+        (OURS, name),
+        (OURS_KNOWN, f"{name}, known lengths"),
+        (OURS_FP8_QUERIES, f"{name}, FP8 queries"),
+    ):
         us, most = cell.us(peer), promise.most_us
         if math.isfinite(most) and not math.isnan(us):
             targets.append(Target(what, f"<= {most:g} us", f"{us:.1f} us", us <= most))

@@ -357,6 +357,7 @@ def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
         "GB/s": "of keys and values alone, each read once",
         "fp8": "the cache is e4m3 with a descale for each sequence and key/value head; queries of ours have 16 bits, "
         "those of ours_fp8q, fa3 and fa3_best are made e4m3 outside of the timing",
+        "lengths": "cache_seqlens is a tensor; of ours_known an int, so that the host knows the lengths",
         "pages": "in random order; caches without pages are (batch, keys, heads, d), for cudnn and fa2 (batch, heads, "
         "keys, d)",
         "limit": f"the larger of FLOP over {PEAK_FLOPS * 1e-12:.0f} TFLOP/s, in FP8 twice that, and bytes over "

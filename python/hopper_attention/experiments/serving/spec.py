@@ -220,6 +220,9 @@ LATENT = tuple(
 )
 """Decoding over a latent (MLA), of one rank of eight and of one."""
 FP8 = tuple(replace(equal(*sizes), is_fp8=True) for sizes in ((1, 64), (8, 8), (64, 8), (256, 8)))
+KNOWN = equal(8, 1), equal(8, 8), FP8[1]
+"""Measured also with lengths that the host knows."""
+
 FP8_OTHERS = (
     replace(equal(1, 8), is_fp8=True),
     replace(equal(8, 8), is_fp8=True, queries=4),

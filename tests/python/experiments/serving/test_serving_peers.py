@@ -14,7 +14,7 @@ from torch import Tensor
 from hopper_attention import flash_attn_with_kvcache, kvcache_plan
 from hopper_attention.experiments.bench.peers import Setting, inspect_peers, parse_peers
 from hopper_attention.experiments.features.spec import FAMILIES
-from hopper_attention.experiments.serving import checks, peers
+from hopper_attention.experiments.serving import checks, peers, spec
 from hopper_attention.experiments.serving.inputs import CacheInputs, draw_set
 from hopper_attention.experiments.serving.peers import SERVING_PEERS
 from hopper_attention.experiments.serving.spec import ServingWorkload
@@ -63,6 +63,18 @@ def test_ours_is_right_with_pages_new_keys_and_e4m3(workload: ServingWorkload) -
     for peer in (plain, fp8):
         if peer.takes(workload):
             assert wrong_with(peer.name, workload) == ""
+
+
+def test_ours_is_also_called_with_lengths_as_an_int(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = SERVING_PEERS["ours_known"]
+    assert [w.name for w in spec.ALL_WORKLOADS if known.takes(w)] == [w.name for w in spec.KNOWN]
+    assert not any(w.is_ragged or w.page_size for w in spec.KNOWN)
+    calls: list[dict[str, Any]] = []
+    for workload in (EQUAL, FP8):
+        assert wrong_with("ours_known", workload) == ""
+    monkeypatch.setattr(peers, "flash_attn_with_kvcache", lambda **given: calls.append(given))
+    known.bind(EQUAL, draw_set(EQUAL, FAMILIES["normal"], 0, "cpu"), CPU)[""]()
+    assert calls[0]["cache_seqlens"] == 80
 
 
 def test_ours_plain_has_neither_pages_nor_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +208,18 @@ def test_ours_must_be_a_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_peers_are_picked_by_name_and_those_that_lack_are_named() -> None:
-    usual = ["ours", "ours_plain", "ours_fp8q", "fa3", "fa3_best", "flashmla", "fa4", "cudnn", "fa2"]
+    usual = [
+        "ours",
+        "ours_plain",
+        "ours_known",
+        "ours_fp8q",
+        "fa3",
+        "fa3_best",
+        "flashmla",
+        "fa4",
+        "cudnn",
+        "fa2",
+    ]
     assert [p.name for p in parse_peers("", SERVING_PEERS, peers.DEFAULT_SERVING_PEERS)] == usual
     assert [p.name for p in parse_peers("fa4, ours,fa4", SERVING_PEERS)] == ["fa4", "ours"]
     with pytest.raises(
