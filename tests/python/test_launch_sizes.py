@@ -100,7 +100,7 @@ def test_fp8_results_have_the_sizes_of_the_call(kernels: Kernels) -> None:
             ones, no_mean = given[8], given[10]
             assert ones.shape == (batch, 2, 1) and bool((ones == 1).all())
             assert no_mean.shape == (batch, 2, 0) and all(s % 4 == 0 for s in no_mean.stride()[:2])
-    assert len(kernels.loaded) == 1
+    assert len(set(kernels.loaded)) == 1
 
 
 def test_fp8_sizes_are_checked_although_the_launcher_is_there(kernels: Kernels) -> None:
