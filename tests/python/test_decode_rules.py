@@ -101,6 +101,8 @@ def test_clusters_are_for_short_caches_of_one_sequence(
         ({"heads": (36, 6)}, {"cache_seqlens": 9}, 1),
         ({"heads": (28, 7)}, {"cache_seqlens": 9}, 2),
         ({"heads": (8, 1)}, {"cache_seqlens": 9}, 8),
+        ({"heads": (8, 1)}, {}, 1),
+        ({"heads": (8, 1), "capacity": 1024}, {}, 8),
     ],
     ids=str,
 )

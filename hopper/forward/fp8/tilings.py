@@ -117,7 +117,7 @@ FP8_RETURNED_LSE_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     ),
 }
 """In place of those of ``FP8_HALF_SCORES_TILINGS`` where scores fit float16 and someone gets the LSE, which scores in
-float32 make three times as fine. What stands in that table alone serves both."""
+float32 make three times as fine. At other head_dims, and without a mask, one tiling serves both."""
 
 LARGEST_HALF = 65504.0
 """Of float16."""
