@@ -257,6 +257,7 @@ def merge_configs() -> Iterator[MergeConfig]:
     return (MergeConfig(ARCH, dtype) for dtype in DTYPES)
 
 
+@cache
 def library_kernels() -> tuple[_kernels.KernelConfig, ...]:
     """The config of every kernel that the C library selects from, each once, but for ``library_variants``."""
     forward = dict.fromkeys(row.config for row in forward_rows())

@@ -298,16 +298,25 @@ def compile_all(
     for folder in set(folders):
         folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Compilation] = {}
-    with _worker_pool(max(1, min(jobs, len(configs)))) as pool:
-        with _interrupts_deferred():
-            pending = [
-                pool.submit(_compile_one, folder, config, build)
-                for folder, config in zip(folders, configs, strict=True)
-            ]
-        for future in as_completed(pending):
-            result = future.result()
-            results[result.config.name] = result
-            on_progress(result)
+
+    def found(result: Compilation) -> None:
+        results[result.config.name] = result
+        on_progress(result)
+
+    missing = []
+    for folder, config in zip(folders, configs, strict=True):
+        cache = CompileCache(folder)
+        if cache.contains(config):
+            found(Compilation(config, cache.path(config), 0.0, was_cached=True))
+        else:
+            missing.append((folder, config))
+    # A process takes seconds to begin.
+    if missing:
+        with _worker_pool(min(jobs, len(missing))) as pool:
+            with _interrupts_deferred():
+                pending = [pool.submit(_compile_one, folder, config, build) for folder, config in missing]
+            for future in as_completed(pending):
+                found(future.result())
     return tuple(results[config.name] for config in configs)
 
 

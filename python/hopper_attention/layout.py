@@ -33,14 +33,19 @@ class Repair(Enum):
         return tensor
 
 
-@lru_cache(maxsize=4096)
-def new_layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape and the strides of a new tensor, as ``device_memory.empty_on_gpu`` takes them."""
+def new_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a new tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    return tuple(shape), tuple(reversed(strides))
+    return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=4096)
+def new_layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape and the strides of a new tensor, as ``device_memory.empty_on_gpu`` takes them."""
+    return tuple(shape), new_strides(shape)
 
 
 def contiguous_copy(tensor: Tensor) -> Tensor:

@@ -223,6 +223,25 @@ def test_numbers_of_keys_that_are_new_are_served_as_by_the_operator(draw, requir
         assert torch.equal(flash_attn_func(q, k, k), shared)
 
 
+def test_numbers_of_keys_that_are_new_are_quantized_as_by_a_first_call(draw) -> None:
+    x = draw(torch.bfloat16, 2, (64, 600), (4, 2), 128)
+    lengths = *range(33, 140, 7), 600, 1, 130, 599, 33
+    keys = [(x.k[:, :n], x.v[:, :n]) for n in lengths]
+
+    def quantize(k: Tensor, v: Tensor) -> list[Tensor]:
+        parts = quantize_qkv(x.q, k, v)
+        both = [each for part in (parts.q, parts.k, parts.v) for each in (part.data, part.scale)]
+        return [*(each.view(torch.uint8) for each in both), parts.mean_v]
+
+    wanted = []
+    for k, v in keys:
+        fused_again.quantizing.cache_clear()
+        wanted.append(quantize(k, v))
+    for _ in range(3):
+        for (k, v), of_first in zip(keys, wanted, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(quantize(k, v), of_first, strict=True))
+
+
 def decode_step(inputs, lengths: Tensor, **options) -> Tensor:
     return flash_attn_with_kvcache(inputs.q[:, :1], inputs.k, inputs.v, cache_seqlens=lengths, **options)
 

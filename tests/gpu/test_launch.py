@@ -211,6 +211,7 @@ def assert_new_shapes_are_cheap(name: str, calls: list[Callable[[], object]]) ->
     assert new - known <= ALLOWED_US
 
 
+@pytest.mark.host_time
 @pytest.mark.parametrize("what", ["forward", "fp8 on quantized parts", "quantizer", "backward"])
 def test_a_new_seqlen_k_costs_little(draw, what: str) -> None:
     x = draw(torch.bfloat16, 1, (1, 1100), (8, 2), 128)

@@ -172,7 +172,6 @@ class Extras(NamedTuple):
         return Extras(*map(kept_argument, self))
 
 
-@lru_cache(maxsize=REMEMBERED_CALLS)
 def output_pieces(
     block_q: int,
     block_k: int,
