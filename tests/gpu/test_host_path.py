@@ -86,6 +86,32 @@ def test_calls_of_different_kinds_take_turns_with_one_work_memory(draw) -> None:
         assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
+def at_an_odd_address(x: Tensor) -> Tensor:
+    """A copy that begins 2 bytes behind a multiple of 16."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
+
+
+def test_kernels_refuse_odd_addresses_of_calls_that_were_seen(draw) -> None:
+    # What serves a call again asks no address, as the kernels do before they launch anything.
+    x = draw(torch.bfloat16, 2, (128, 60), (4, 2), 64)
+    dout, lengths = torch.randn_like(x.q), torch.full((2,), 59, dtype=torch.int32, device="cuda")
+
+    def results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves)
+        grads = torch.autograd.grad(out, leaves, dout)
+        decoded = flash_attn_with_kvcache(q[:, :1].contiguous(), k, v, cache_seqlens=lengths)
+        return [flash_attn_func(q, k, v), out.detach(), decoded, *grads]
+
+    given = x.q, x.k, x.v, dout
+    for _ in range(3):
+        expected = results(*given)
+    for odd in range(4):
+        moved = [at_an_odd_address(x) if i == odd else x for i, x in enumerate(given)]
+        assert moved[odd].data_ptr() % 16
+        assert all(torch.equal(*pair) for pair in zip(results(*moved), expected, strict=True)), odd
+
+
 @pytest.mark.parametrize("own_streams", [False, True])
 def test_threads_do_not_share_work_memory(draw, own_streams: bool) -> None:
     tasks = [calls_on(draw(torch.bfloat16, 2, (128, 400), (4, 2), 64)) for _ in range(4)]

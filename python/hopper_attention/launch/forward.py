@@ -194,8 +194,8 @@ class ForwardLauncher(Launcher):
 @dataclass(frozen=True, slots=True)
 class ReadyLaunch:
     """A ``Launch`` of tensors of the same sizes and strides in every call, which the kernel can address wherever they
-    are aligned. ``options`` are what the kernel takes behind the scale in every call, as its window is the same and
-    nothing changes its scores."""
+    are aligned: it looks at addresses before it launches anything, and raises ValueError. ``options`` are what the
+    kernel takes behind the scale in every call, as its window is the same and nothing changes its scores."""
 
     launcher: ForwardLauncher
     kernel: Kernel
@@ -225,14 +225,17 @@ class ReadyLaunch:
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
     ) -> tuple[Tensor, Tensor]:
         index, make = self.device_index, device_memory.empty_on_gpu
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES or current_device() != index:
+        if current_device() != index:
             return self.launcher(q, k, v, softmax_scale, wants_lse, *window)
         out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        if self.has_counter:
-            self.kernel(q, k, v, out, lse, device_memory.tile_counter(index), scale, *self.options)
-        else:
-            self.kernel(q, k, v, out, lse, scale, *self.options)
+        try:
+            if self.has_counter:
+                self.kernel(q, k, v, out, lse, device_memory.tile_counter(index), scale, *self.options)
+            else:
+                self.kernel(q, k, v, out, lse, scale, *self.options)
+        except ValueError:
+            return self.launcher(q, k, v, softmax_scale, wants_lse, *window)
         return out, lse
 
     def fill(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float) -> Tensor | None:
