@@ -43,7 +43,10 @@ class DenseCall:
         """out and lse, which may lack its rows where it is not wanted."""
         scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
         if not self.records_gradient:
-            return self.launch(q, k, v, scale, wants_lse, *self.window)
+            # Python takes longer to unpack what is empty than to see that it is.
+            if self.window:
+                return self.launch(q, k, v, scale, wants_lse, *self.window)
+            return self.launch(q, k, v, scale, wants_lse)
         options = self.options
         if scale is not None or deterministic:
             default_scale, causal, backend, _, sides = options

@@ -59,9 +59,9 @@ class DecodeCall:
         given = q, k_cache, v_cache, out, lse, lengths, table, None, cu_seqlens_q, work[0]
         try:
             if k_descale is not None:
-                self.kernel(*given, *self.options[:-3], k_descale, v_descale, self.options[-1])
+                self.kernel(*(given + self.options[:-3] + (k_descale, v_descale) + self.options[-1:]))
             else:
-                self.kernel(*given, *self.options)
+                self.kernel(*(given + self.options))
         except ValueError:
             # It looks at addresses before it launches anything.
             return None

@@ -74,7 +74,9 @@ class GradientCall:
             script = at_once.make_script(_steps(launcher, softmax_scale, options))
         return cls(launcher, softmax_scale, options, facts, work, script)
 
-    def __call__(self, tensors: tuple[Tensor, ...], into: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...] | None:
+    def __call__(
+        self, tensors: tuple[Tensor, ...], into: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, ...] | None:
         """dq, dk and dv, in ``into`` if there is any; None if TMA cannot address the tensors, or another GPU is
         current."""
         index, make = self.launcher.device_index, device_memory.empty_on_gpu
@@ -87,7 +89,7 @@ class GradientCall:
                 self.launcher.launch(*tensors, gradients, self.softmax_scale, None, self.options)
             else:
                 work = device_memory.stream_memory(index, self.work).arguments
-                self.script.run(*tensors, *gradients, *work, device_memory.tile_counter(index))
+                self.script.run(*(tensors + gradients + work + (device_memory.tile_counter(index),)))
         except ValueError:
             # A kernel raises it for an address, before it launches anything; one before it may have filled work memory.
             return None
