@@ -195,7 +195,8 @@ class ForwardLauncher(Launcher):
 class ReadyLaunch:
     """A ``Launch`` of tensors of the same sizes and strides in every call, which the kernel can address wherever they
     are aligned: it looks at addresses before it launches anything, and raises ValueError. ``options`` are what the
-    kernel takes behind the scale in every call, as its window is the same and nothing changes its scores; ``ctas`` are as ``num_ctas`` of ``ForwardLauncher``."""
+    kernel takes behind the scale in every call, as its window is the same and nothing changes its scores; ``ctas`` are
+    as ``num_ctas`` of ``ForwardLauncher``."""
 
     launcher: ForwardLauncher
     kernel: Kernel
