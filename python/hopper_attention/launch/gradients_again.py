@@ -86,7 +86,9 @@ class GradientCall:
         gradients = into or (make(*of_q), make(*of_k), make(*of_v))
         try:
             if self.script is None:
-                self.launcher.launch(*tensors, gradients, self.softmax_scale, None, self.options)
+                dout, q, k, v, out, lse = tensors
+                options = self.softmax_scale, None, self.options
+                self.launcher.launch(dout, q, k, v, out, lse, gradients, *options)
             else:
                 work = device_memory.stream_memory(index, self.work).arguments
                 self.script.run(*(tensors + gradients + work + (device_memory.tile_counter(index),)))
