@@ -91,9 +91,11 @@ def _host_parts(report: Report) -> list[str]:
         for call, processes in report["us"].items()
     ]
     table = markdown_table(["call", "us", "each process", "best round", "at most"], rows)
-    text = f"Tensors are tiny, so the GPU is done first. Method: {report['method']}; {report['cores']} cores. torch makes a "
-    text += "backward pass in a thread that it wakes and waits for, or in the calling one, where "
-    text += "`torch.autograd.set_multithreading_enabled(False)` says so."
+    text = (
+        f"Tensors are tiny, so the GPU is done first. Method: {report['method']}; {report['cores']} cores. torch makes "
+        "a backward pass in a thread that it wakes and waits for, or in the calling one, where "
+        "`torch.autograd.set_multithreading_enabled(False)` says so."
+    )
     return [section("In PyTorch", f"{_measured(report)}\n\n{text}\n\n{table}")]
 
 
