@@ -29,8 +29,8 @@ from hopper_attention.scores import NO_SCORES
 
 @dataclass(frozen=True, slots=True)
 class PackedGradientCall:
-    """What serves backward passes like an earlier one: ``launcher``; or ``script``, which makes all launches with memory
-    for ``work``, where the kernels can address the tensors and leave nothing of the gradients to be filled.
+    """What serves backward passes like an earlier one: ``launcher``; or ``script``, which makes all launches, with
+    memory for ``work``, where the kernels can address the tensors and leave nothing of the gradients to be filled.
     ``gradients`` are what to make for those of q, k and v."""
 
     launcher: PackedBackwardLauncher
