@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from hopper_attention import compile_cache, flash_attn_varlen_func
-from hopper_attention.launch import backward
+from hopper_attention.launch import backward, forward
 from hopper_attention.launch import varlen as varlen_launch
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher
+from hopper_attention.launch.packed_forward import PackedForwardLauncher
 from tests.python.fake_gpu import forget_launchers, noting, pretend
 
 Seen = list[tuple[Any, ...]]
@@ -22,7 +23,7 @@ Seen = list[tuple[Any, ...]]
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Arguments of the kernels of a pretended H200, which compute nothing."""
     found: Seen = []
-    pretend(monkeypatch, backward, varlen_launch)
+    pretend(monkeypatch, backward, forward, varlen_launch)
     for name in ("get_forward", "get_backward"):
         monkeypatch.setattr(compile_cache, name, lambda config: noting(found))
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
@@ -42,8 +43,27 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"window_size": (7, 0)},
     "deterministic": {"deterministic": True},
 }
+SCRIPTED_FORWARD = {"one list of lengths", "two", "deterministic"}
 SCRIPTED = {"one list of lengths", "two", "queries used", "window"}
 """Of which all launches are made at once; where keys are unused, or sums have an order, something is filled before."""
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, *launchers: type) -> dict[type, int]:
+    """How often each of these is called from now on."""
+    counts = dict.fromkeys(launchers, 0)
+
+    def count(launcher: Any) -> None:
+        whole = launcher.__call__
+
+        def counted(*given: Any, **options: Any) -> Any:
+            counts[launcher] += 1
+            return whole(*given, **options)
+
+        monkeypatch.setattr(launcher, "__call__", counted)
+
+    for launcher in launchers:
+        count(launcher)
+    return counts
 
 
 def described(x: Any, names: dict[int, str]) -> Any:
@@ -60,38 +80,34 @@ def test_launches_get_what_those_of_the_first_pass_got(
     starts = int32(0, 16, 40)
     case = {"cu_seqlens_q": starts, "cu_seqlens_k": starts} | CASES[name]
     total_k = int(case["cu_seqlens_k"][-1])
-    launched: list[int] = []
-    whole = PackedBackwardLauncher.__call__
-
-    def counted(*given: Any, **options: Any) -> Any:
-        launched.append(1)
-        return whole(*given, **options)
-
-    monkeypatch.setattr(PackedBackwardLauncher, "__call__", counted)
+    by_launchers = count_calls(monkeypatch, PackedForwardLauncher, PackedBackwardLauncher)
     passes = []
     for _ in range(5):
+        seen.clear()
         rows = 40, total_k, total_k
         leaves = [torch.zeros(n, 2, 64, dtype=torch.bfloat16, requires_grad=True) for n in rows]
         out, lse = flash_attn_varlen_func(
             *leaves, max_seqlen_q=24, max_seqlen_k=30, softmax_scale=0.25, return_attn_probs=True, **case
         )
-        seen.clear()
         dout = torch.ones_like(out)
         grads = torch.autograd.grad(out, leaves, dout)
-        plan, prepare, kernel, finish = seen
+        of_queries, _, plan, prepare, *_ = seen
         known = {"out": out, "dout": dout, "lse": lse, **dict(zip(("q", "k", "v"), leaves, strict=True))}
         known |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
         known |= {"plan": plan[4], "lse_log2": prepare[4], "delta": prepare[5], "sums": prepare[6]}
+        known["plan of queries"] = of_queries[4]
         known |= {name: x for name, x in case.items() if isinstance(x, Tensor)}
         names = {x.data_ptr(): name for name, x in known.items()}
-        passes.append([described(x, names) for launch in (plan, prepare, kernel, finish) for x in launch])
+        passes.append([described(x, names) for launch in seen for x in launch])
         assert [x.shape for x in grads] == [x.shape for x in leaves]
     first, *others = passes
     wanted = {"q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "plan", "lse_log2", "delta", "sums"}
     assert wanted <= {x for x in first if isinstance(x, str)}
     assert others == [first] * 4
-    # The first two passes are made by the launcher, and the others where they have no script.
-    assert len(launched) == (2 if name in SCRIPTED else 5)
+    # The first two passes are made by the launchers, and the others where they have no script.
+    forward_is_scripted, backward_is_scripted = name in SCRIPTED_FORWARD, name in SCRIPTED
+    assert by_launchers[PackedForwardLauncher] == (2 if forward_is_scripted else 5)
+    assert by_launchers[PackedBackwardLauncher] == (2 if backward_is_scripted else 5)
 
 
 def test_an_odd_address_is_copied(seen: Seen) -> None:
