@@ -1,6 +1,7 @@
 """How long each page's first example takes in a fresh process, with a cold compile cache and with a warm one.
 
     python benchmarks/first_results.py --out F.json
+    python benchmarks/first_results.py --warm ~/.cache/hopper-attention --out F.json   # no cold runs
 
 The cold runs of all pages are made side by side, each with a cache of its own, as they mostly compile; those with the
 warm cache one after the other, and the shortest counts. The time is that of the whole process: Python, imports, loading
@@ -91,12 +92,14 @@ def seconds_of(program: str, cache: Path, limit_s: float) -> tuple[float, str]:
     return seconds, said[-1] if done.returncode else ""
 
 
-def measure(pages: Sequence[Path], runs: int, limit_s: float) -> list[Row]:
-    """A row for each page: cold side by side, then warm in turns."""
+def measure(pages: Sequence[Path], runs: int, limit_s: float, warm: Path | None = None) -> list[Row]:
+    """A row for each page: cold side by side, then warm in turns; warm alone with a cache that is."""
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(page, first_example(page), Path(folder) / str(i)) for i, page in enumerate(pages)]
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            cold = list(pool.map(lambda job: seconds_of(job[1], job[2], limit_s), jobs))
+        jobs = [(page, first_example(page), warm or Path(folder) / str(i)) for i, page in enumerate(pages)]
+        cold: list[tuple[float | None, str]] = [(None, "")] * len(jobs)
+        if warm is None:
+            with ThreadPoolExecutor(len(jobs)) as pool:
+                cold = list(pool.map(lambda job: seconds_of(job[1], job[2], limit_s), jobs))
         rows = []
         for (page, program, cache), (cold_s, failed) in zip(jobs, cold, strict=True):
             name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
@@ -105,14 +108,15 @@ def measure(pages: Sequence[Path], runs: int, limit_s: float) -> list[Row]:
             if failed:
                 rows.append(Row(name, failed=failed))
             else:
-                rows.append(Row(name, round(cold_s, 2), round(min(s for s, _ in found), 2)))
+                seconds = None if cold_s is None else round(cold_s, 2)
+                rows.append(Row(name, seconds, round(min(s for s, _ in found), 2)))
     return rows
 
 
 def table_of(rows: Sequence[Row]) -> Table:
     table = Table("page", "cold, s", "warm, s", f"below {LIMIT_S:.0f} s", title="First example of each page")
     for row in rows:
-        times = (str(x) for x in (row.cold_s, row.warm_s))
+        times = ("–" if x is None else str(x) for x in (row.cold_s, row.warm_s))
         is_met = row.warm_s is not None and row.warm_s < LIMIT_S
         table.add_row(row.page, *times, row.failed or ("yes" if is_met else "no"))
     return table
@@ -125,11 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("pages", nargs="*", type=Path, help="default: all with an example for one process")
     parser.add_argument("--runs", type=int, default=2, help="with a warm cache, of which the shortest counts")
     parser.add_argument("--seconds", type=float, default=120.0, help="a run may take")
+    parser.add_argument("--warm", type=Path, help="a compile cache that has the kernels: no cold runs")
     parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
     parser.add_argument("--out", "--json", type=Path, required=True)
     given = parser.parse_args(arguments)
     pages = [page.resolve() for page in given.pages] or [ROOT / name for name in PAGES]
-    rows = measure(pages, given.runs, given.seconds)
+    rows = measure(pages, given.runs, given.seconds, given.warm)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = describe_run(FIRST_KIND, {}, Setting(device, ""), given.commit) | {"cores": os.cpu_count()}
     write_text(given.out, dump_rows(head | {"limit_s": LIMIT_S}, "rows", [asdict(row) for row in rows]))

@@ -5,7 +5,9 @@
 As ``hopper-attention bench latency``: the wall clock of calls that a GPU executes sooner than they are queued; the
 median of several rounds, in which the kinds take turns. Run it twice with the same file, which is not there before: a
 process may share its cores.
-A backward call is what ``torch.autograd.grad`` takes.
+A backward call is what ``torch.autograd.grad`` takes, most of which is torch's own: it makes a pass in a thread that it
+wakes and waits for, or where ``torch.autograd.set_multithreading_enabled(False)`` says so in the calling one. Several
+layers in one pass say what a layer adds.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ Call = Callable[[], Any]
 DEVICE = "cuda"
 PROCESSES = 2
 """Whose figures a report has: more would give any call one good run."""
+LAYERS = 8
+"""Of attention, in one backward pass."""
+IN_CALLING_THREAD = ", in the calling thread"
+"""Ends names of backward passes that torch makes there."""
 LENGTHS = 8192
 """Keys of the tensor whose first rows are K and V of calls with a length that is new."""
 
@@ -53,15 +59,19 @@ def draw(*shape: int, requires_grad: bool = False) -> Tensor:
 def dense_calls() -> dict[str, Call]:
     q, k, v = (draw(1, 128, 2, 128) for _ in range(3))
     leaves = [draw(1, 128, 2, 128, requires_grad=True) for _ in range(3)]
-    # The parts of a call like earlier ones, as most are.
+    # The parts, and the output, of a call like earlier ones, as most are.
     *_, parts = [quantize_qkv(q, k, v) for _ in range(3)]
-    out, dout = flash_attn_func(*leaves), draw(1, 128, 2, 128)
+    *_, out = [flash_attn_func(*leaves) for _ in range(3)]
+    dout, last = draw(1, 128, 2, 128), leaves[0]
+    for _ in range(LAYERS):
+        last = flash_attn_func(last, *leaves[1:])
     keys, lengths = draw(1, LENGTHS, 2, 128), itertools.cycle(range(1, LENGTHS))
 
     def attend_to_new_length() -> Tensor:
         first = keys[:, : next(lengths)]
         return flash_attn_func(q, first, first)
 
+    backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
     return {
         "forward, 16 bits": partial(flash_attn_func, q, k, v),
         "forward, on quantized parts": partial(flash_attn_quantized_func, parts),
@@ -69,7 +79,11 @@ def dense_calls() -> dict[str, Call]:
         "quantize_qkv and attention to its parts": lambda: flash_attn_quantized_func(quantize_qkv(q, k, v)),
         "flash_attn_fp8_func": partial(flash_attn_fp8_func, q, k, v),
         "forward with gradients": partial(flash_attn_func, *leaves),
-        "backward": partial(torch.autograd.grad, out, leaves, dout, retain_graph=True),
+        "backward": backward,
+        "backward" + IN_CALLING_THREAD: backward,
+        f"backward of {LAYERS} layers": partial(
+            torch.autograd.grad, last, leaves[:1], dout, retain_graph=True
+        ),
         "forward, seqlen_k not seen before": attend_to_new_length,
     }
 
@@ -78,11 +92,12 @@ def packed_calls() -> dict[str, Call]:
     leaves = [draw(128, 2, 128, requires_grad=True) for _ in range(3)]
     starts = torch.tensor([0, 64, 128], dtype=torch.int32, device=DEVICE)
     attend = partial(flash_attn_varlen_func, *leaves, starts, starts, 64, 64)
+    *_, out = [attend() for _ in range(3)]
+    backward = partial(torch.autograd.grad, out, leaves, draw(128, 2, 128), retain_graph=True)
     return {
         "packed forward with gradients": attend,
-        "packed backward": partial(
-            torch.autograd.grad, attend(), leaves, draw(128, 2, 128), retain_graph=True
-        ),
+        "packed backward": backward,
+        "packed backward" + IN_CALLING_THREAD: backward,
     }
 
 
@@ -105,6 +120,12 @@ def decode_calls() -> dict[str, Call]:
 
 def all_calls() -> dict[str, Call]:
     return dense_calls() | packed_calls() | decode_calls()
+
+
+def time_call(name: str, call: Call, count: int) -> float:
+    """Microseconds of one of so many calls."""
+    with torch.autograd.set_multithreading_enabled(not name.endswith(IN_CALLING_THREAD)):
+        return time_calls(call, count, torch.cuda.synchronize)
 
 
 OUT_HELP = """JSON: microseconds by call, for each process the median and the least of its rounds; to a file that is
@@ -133,13 +154,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, help=OUT_HELP)
     options = parser.parse_args(arguments)
     calls = all_calls()
-    for call in calls.values():
-        time_calls(call, WARM_UP_CALLS, torch.cuda.synchronize)
+    for name, call in calls.items():
+        time_call(name, call, WARM_UP_CALLS)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     gc.disable()
     for _ in range(options.rounds):
         for name, call in calls.items():
-            samples[name].append(time_calls(call, options.calls, torch.cuda.synchronize))
+            samples[name].append(time_call(name, call, options.calls))
     gc.enable()
     medians = {name: statistics.median(values) for name, values in samples.items()}
     for name, median in medians.items():

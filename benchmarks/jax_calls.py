@@ -6,6 +6,7 @@
 Host time is that of a call which waits for nothing, after the first ones, in turns. Its parts, each a row of "host":
 
     jax addition        a jitted x + 1: one kernel of XLA's, which is the least that a jitted call takes
+    torch addition      the same in PyTorch
     jax empty call      a jitted custom call of q, k and v with our results that launches nothing
     jax                 our call, jitted
     jax with lse        the same, which returns the LSE too
@@ -133,6 +134,9 @@ def host_peers(shape: Shape, device: str) -> dict[str, Peer]:
             functools.partial(flash_attn_func, *torch_inputs(shape, device), causal=True), wait_for_torch
         ),
         "torch gradients": torch_gradients(shape, device),
+        "torch addition": Peer(
+            functools.partial(torch.add, torch_inputs(shape, device)[0], 1), wait_for_torch
+        ),
         "jax addition": of_jax(jax.jit(lambda x: x + 1), arrays[:1]),
         "jax empty call": of_jax(jax.jit(empty_call), arrays),
         "jax": of_jax(jax.jit(ours), arrays),
@@ -173,6 +177,7 @@ def device_us(peer: Peer, calls: int) -> float:
 
 RATIOS = {
     "jax over torch": ("jax", "torch"),
+    "an addition, jax over torch": ("jax addition", "torch addition"),
     "gradients, jax over torch": ("jax gradients", "torch gradients"),
 }
 
@@ -185,7 +190,11 @@ def measure(
         peer.wait(peer.call())
     found = [{name: measure_one(peer, calls) for name, peer in peers.items()} for _ in range(rounds)]
     medians = {name: statistics.median(each[name] for each in found) for name in peers}
-    ratios = {what: statistics.median(each[a] / each[b] for each in found) for what, (a, b) in RATIOS.items()}
+    ratios = {
+        what: statistics.median(each[a] / each[b] for each in found)
+        for what, (a, b) in RATIOS.items()
+        if a in peers and b in peers
+    }
     return {"us": medians, **ratios, "each round": found}
 
 
@@ -212,7 +221,7 @@ def main(arguments: list[str]) -> int:
         print(f"{what} time a call, us, for {shape}")
         for name, us in found["us"].items():
             print(f"  {name:18} {us:9.1f}")
-        for name in RATIOS:
+        for name in RATIOS.keys() & found.keys():
             print(f"  {name}: {found[name]:.2f}")
     write_text(options.out, dump_figures(figures))
     return 0

@@ -60,6 +60,13 @@ def _plain_gradients(
         found = differentiate_again(tensors, options)
         if found is not None:
             return found
+    return _new_gradients(tensors, dlse, options)
+
+
+def _new_gradients(
+    tensors: ForGradients, dlse: Tensor | None, options: GradientOptions
+) -> tuple[Tensor, ...]:
+    """The same, of a pass that is like none that was made before, or has a gradient of the LSE."""
     dout, q, k, v, out, lse = tensors
     *flags, sides = options
     dq, dk, dv = backward(dout, dlse, q, k, v, out, lse, *flags, *sides, *NO_SCORES.values)
@@ -168,7 +175,11 @@ def _gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[T
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    return *_plain_gradients(ForGradients(dout, q, k, v, out, lse), dlse, ctx.options), None, None
+    if dlse is None:
+        found = differentiate_again((dout, q, k, v, out, lse), ctx.options)
+        if found is not None:
+            return *found, None, None
+    return *_new_gradients(ForGradients(dout, q, k, v, out, lse), dlse, ctx.options), None, None
 
 
 def _forward_varlen_by(

@@ -29,25 +29,32 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class DenseCall:
-    """What serves calls like an earlier one."""
+    """What serves calls like an earlier one. ``options`` are those of its gradients with the default scale, where the
+    call does not ask for equal bits."""
 
     launch: Launch
-    flags: Flags
-    records_gradient: bool
-    default_scale: float
     window: tuple[int, ...]
+    records_gradient: bool
+    options: GradientOptions
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any, deterministic: bool, wants_lse: bool
     ) -> tuple[Tensor, Tensor]:
         """out and lse, which may lack its rows where it is not wanted."""
-        scale = self.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
-        if self.records_gradient:
-            causal, backend, _, sides = self.flags
+        scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
+        if not self.records_gradient:
+            # Python takes longer to unpack what is empty than to see that it is.
+            if self.window:
+                return self.launch(q, k, v, scale, wants_lse, *self.window)
+            return self.launch(q, k, v, scale, wants_lse)
+        options = self.options
+        if scale is not None or deterministic:
+            default_scale, causal, backend, _, sides = options
+            scale = default_scale if scale is None else scale
             options = GradientOptions(scale, causal, backend, deterministic, sides)
-            out, lse = autograd.forward_by(q, k, v, self.launch, options)
-            return out, lse
-        return self.launch(q, k, v, scale, wants_lse, *self.window)
+        # Options that are the very object are known to a backward pass at first sight.
+        out, lse = autograd.forward_by(q, k, v, self.launch, options)
+        return out, lse
 
 
 remembered: Remembered[DenseCall] = Remembered(REMEMBERED_CALLS)
@@ -62,10 +69,12 @@ def find(q: Any, k: Any, v: Any, flags: Flags) -> DenseCall | None:
     if not may_be_like():
         return None
     group = v is k, flags, torch.is_grad_enabled()
+    kept = remembered.latest(group)
     # What is no tensor is like none.
-    found = remembered.find_latest(group, q, k) if v is k else remembered.find_latest(group, q, k, v)
-    if found is not None or type(q) is not Tensor or type(k) is not Tensor:
-        return found
+    if kept is not None and (kept.is_like(q, k) if v is k else kept.is_like(q, k, v)):
+        return kept.call
+    if type(q) is not Tensor or type(k) is not Tensor:
+        return None
     key = q.shape, k.shape, *group
     given = _distinct(q, k, v)
     found = remembered.find(key, *given, group=group)
@@ -90,7 +99,8 @@ def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bo
     window = () if sides == FULL_SIDES else sides
     if isinstance(launch, ForwardLauncher) and not launch.repairs:
         launch = ReadyLaunch.of(launch, q, k, window)
-    call = DenseCall(launch, flags, records_gradient, q.shape[3] ** -0.5, window)
+    options = GradientOptions(q.shape[3] ** -0.5, causal, backend, False, sides)
+    call = DenseCall(launch, window, records_gradient, options)
     given = _distinct(q, k, v)
     if comes_again:
         remembered.keep(key, call, *given)

@@ -48,8 +48,6 @@ def decode_again(tensors: Decoded, options: tuple[Any, ...]) -> Result | None:
         given: tuple[Any, ...] = (q, k_cache, v_cache, lengths)
         if table is not None:
             given += (table,)
-        if schedule is not None:
-            given += (metadata,)
         call = before.find(options, *given)
     if call is None:
         kept = _find(tensors, options, schedule)
@@ -68,7 +66,7 @@ def _find(tensors: Decoded, options: tuple[Any, ...], schedule: Schedule | None)
         return None
     key, given = _key_of(tensors, options), [x for x in tensors if x is not None]
     if schedule is not None:
-        return schedule.calls.find_kept(key, *given)
+        return schedule.calls.find_kept(key, *given[:-1])
     return remembered.find_kept((q.shape, k_cache.shape, key), *given)
 
 
@@ -96,4 +94,5 @@ def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -
         if schedule is None:
             remembered.keep(sizes, found, *given)
         else:
-            schedule.calls.keep(key, found, *given)
+            # Without the schedule itself, as it is its own that is asked.
+            schedule.calls.keep(key, found, *given[:-1])

@@ -85,11 +85,15 @@ class Remembered(Generic[Call]):
         The calls of a model's layers are alike, and a group is less to read of a call than a key. Calls of one group
         have as many tensors each.
         """
+        kept = self.latest(group)
+        return kept.call if kept is not None and kept.is_like(*tensors) else None
+
+    def latest(self, group: Hashable) -> Kept[Call] | None:
+        """What served the latest call of a group, whose tensors are to be compared."""
         try:
-            kept = self._latest.get(group)
+            return self._latest.get(group)
         except TypeError:
             return None
-        return kept.call if kept is not None and kept.is_like(*tensors) else None
 
     def find(self, key: Hashable, *tensors: Tensor, group: Hashable = None) -> Call | None:
         """What was kept under this key for tensors like these; None if nothing was, or the key has no hash.
@@ -156,7 +160,8 @@ class Latest(Generic[Call]):
             return None
         known, types, count, kept = self._latest
         try:
-            is_same = tuple(map(type, options)) == types and options == known
+            # Options that are the very object have the same types.
+            is_same = options is known or (tuple(map(type, options)) == types and options == known)
         except (TypeError, ValueError, RuntimeError):
             # What no call takes may not be comparable.
             return None

@@ -128,10 +128,12 @@ def recorded(operator: str, forward: Callable[..., Any], backward: Callable[...,
         backward: (ctx, *gradients of the results) -> one gradient for each argument.
     """
     steps = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(operator.replace("::", "_"), (torch.autograd.Function,), steps)
+    function: Any = type(operator.replace("::", "_"), (torch.autograd.Function,), steps)
+    # What the node of a call is asked for: that of its base asks first which functions the class has.
+    function._backward_cls.apply = backward
     # Not function.apply, which first asks of every argument what is known of plain ones. That of its base, in C, is in
     # no stub of torch's.
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply
     return apply
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from hopper_attention import autograd, checks
 from hopper_attention.checks import TensorSpec
 from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.packed_again import ReadyPackedLaunch
+from hopper_attention.launch.packed_forward import PackedForwardLauncher
 from hopper_attention.launch.varlen import VarlenLaunch, find_varlen_launch
 from hopper_attention.lengths import Lengths, specs_of
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -74,6 +76,8 @@ def remember(
     causal, _, _, backend, sm_margin = options
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
     launch = find_varlen_launch(specs, specs_of(lengths), bool(causal), (False, False), backend, sm_margin)
+    if isinstance(launch, PackedForwardLauncher):
+        launch = ReadyPackedLaunch.of(launch, tensors, lengths) or launch
     call = VarlenCall(launch, records_gradient, q.shape[2] ** -0.5)
     remembered.keep(key, call, *tensors, *lengths.different)
 

@@ -86,6 +86,54 @@ def test_calls_of_different_kinds_take_turns_with_one_work_memory(draw) -> None:
         assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
 
 
+def at_an_odd_address(x: Tensor) -> Tensor:
+    """A copy that begins 2 bytes behind a multiple of 16."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
+
+
+def test_kernels_refuse_odd_addresses_of_calls_that_were_seen(draw) -> None:
+    # What serves a call again asks no address, as the kernels do before they launch anything.
+    x = draw(torch.bfloat16, 2, (128, 60), (4, 2), 64)
+    dout, lengths = torch.randn_like(x.q), torch.full((2,), 59, dtype=torch.int32, device="cuda")
+
+    def results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves)
+        return [flash_attn_func(q, k, v), out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    def decode(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q[:, :1].contiguous(), k, v, cache_seqlens=lengths)
+
+    given = x.q, x.k, x.v, dout
+    for _ in range(3):
+        expected, decoded = results(*given), decode(*given)
+    for odd in range(4):
+        moved = [at_an_odd_address(x) if i == odd else x for i, x in enumerate(given)]
+        assert moved[odd].data_ptr() % 16
+        assert all(torch.equal(*pair) for pair in zip(results(*moved), expected, strict=True)), odd
+        # A cache at an odd address is not copied: another kernel reads it, and adds up in another order.
+        torch.testing.assert_close(decode(*moved), decoded, rtol=2**-7, atol=2**-9)
+
+
+def test_packed_gradients_of_passes_like_earlier_ones(draw) -> None:
+    # One key tile a sequence, so that dQ is the same bits in every pass.
+    x = draw(torch.bfloat16, 1, (200, 200), (4, 2), 64)
+    starts = torch.tensor([0, 60, 100, 200], dtype=torch.int32, device="cuda")
+    dout, others = torch.randn_like(x.q[0]), starts.clone()
+
+    def step(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, starts_k: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_varlen_func(*leaves, starts, starts_k, 100, 100, causal=True)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    given = x.q[0], x.k[0], x.v[0], dout
+    for starts_k in (starts, others):
+        expected, *passes = [step(*given, starts_k) for _ in range(REPEATS)]
+        odd = [[at_an_odd_address(x) if i == j else x for j, x in enumerate(given)] for i in range(4)]
+        passes += [step(*moved, starts_k) for moved in odd]
+        assert all(torch.equal(*pair) for found in passes for pair in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("own_streams", [False, True])
 def test_threads_do_not_share_work_memory(draw, own_streams: bool) -> None:
     tasks = [calls_on(draw(torch.bfloat16, 2, (128, 400), (4, 2), 64)) for _ in range(4)]

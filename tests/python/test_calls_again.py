@@ -34,7 +34,7 @@ from hopper_attention.launch import backward, forward, quantize
 from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch import varlen as varlen_launch
 from hopper_attention.like_calls import Latest, Remembered, like, may_be_like
-from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.fake_gpu import forget_launchers, noting, pretend
 
 BF16 = torch.bfloat16
 Seen = list[tuple[Any, ...]]
@@ -46,7 +46,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     found: Seen = []
     pretend(monkeypatch, backward, forward, fp8_launch, quantize, varlen_launch)
     for name in ("get_forward", "get_backward", "get_quantize"):
-        monkeypatch.setattr(compile_cache, name, lambda config: lambda *given: found.append(given))
+        monkeypatch.setattr(compile_cache, name, lambda config: noting(found))
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     yield found
     forget_launchers()
@@ -196,9 +196,12 @@ def test_tensors_at_odd_addresses_are_copied(seen: Seen) -> None:
     given = qkv()
     for _ in range(3):
         flash_attn_func(*given)
-    odd = draw(given[0].numel() + 1)[1:].view(given[0].shape)
-    flash_attn_func(odd, *given[1:])
-    assert seen[-1][0] is not odd and seen[-1][0].data_ptr() % 16 == 0
+    flash_attn_func(odd := draw(given[0].numel() + 1)[1:].view(given[0].shape), *given[1:])
+    assert seen[-1][0].data_ptr() % 16 == 0
+    leaves = qkv(requires_grad=True)
+    for dout in (*given, odd):
+        torch.autograd.grad(flash_attn_func(*leaves), leaves, dout)
+    assert all(x.data_ptr() % 16 == 0 for x in (seen[-3][1], seen[-2][3]))
 
 
 def keys_of(rows: int, batch: int = 2, heads: int = 2) -> Tensor:

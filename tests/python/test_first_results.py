@@ -32,6 +32,8 @@ def test_the_first_example_of_a_page_is_timed(tmp_path: Path) -> None:
     assert good.cold_s - good.warm_s > 1.0
     assert bad.failed == "ZeroDivisionError: division by zero"
     assert [row["page"] for row in json.loads(out.read_text())["rows"]] == ["good.md", "bad.md"]
+    (warm,) = first_results.main([paths[0], "--runs=1", f"--warm={tmp_path}", f"--out={out}"])
+    assert warm.cold_s is None and warm.warm_s < good.cold_s
     with pytest.raises(ValueError, match=r"empty.md has no block of Python, allowed: pages with an example"):
         (tmp_path / "empty.md").touch()
         first_results.main([str(tmp_path / "empty.md"), f"--out={out}"])

@@ -93,9 +93,10 @@ def test_no_operator_of_ours_is_between_packed_sequences_and_their_gradients() -
         out = flash_attn_varlen_func(q, k, v, starts, starts, 24, 24)
         torch.autograd.grad(out, (q, k, v), out)
 
-    names = operations(step)
-    assert not [name for name in names if name.startswith("hopper_attention::")]
-    assert len(names) <= 19, names
+    for _ in range(2):
+        step()
+    # Its results and gradients are not made by the dispatcher; plans lie in memory that the call before had too.
+    assert operations(step) == []
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -22,7 +22,7 @@ from hopper_attention import (
 from hopper_attention.kvcache_schedule import schedule_of
 from hopper_attention.launch import decode
 from hopper_attention.launch import kvcache as launch
-from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.fake_gpu import forget_launchers, noting, pretend
 from tests.python.kvcache_cases import CacheCase, int32
 
 BF16 = torch.bfloat16
@@ -122,8 +122,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     pretend(monkeypatch, launch)
     for module in (decode, launch):
         monkeypatch.setattr(module, "index_of", lambda device: 0)
-    kernel = lambda *arguments: found.append(arguments)  # noqa: E731
-    monkeypatch.setattr(compile_cache, "get_serving", lambda config: kernel)
+    monkeypatch.setattr(compile_cache, "get_serving", lambda config: noting(found))
     yield found
     forget_launchers()
 

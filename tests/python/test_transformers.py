@@ -543,7 +543,7 @@ def test_the_mask_of_a_step_takes_five_kernels_and_two_copies() -> None:
 def test_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
-    assert len(examples) == 3
+    assert len(examples) == 4
     names: dict[str, Any] = {}
     for example in examples:
         exec(compile(example, PAGE.name, "exec"), names)

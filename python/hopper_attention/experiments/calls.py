@@ -28,6 +28,7 @@ MOST_US = {
     "flash_attn_fp8_func": 30.0,
     "forward with gradients": 25.0,
     "backward": 60.0,
+    "backward, in the calling thread": 60.0,
     "forward, seqlen_k not seen before": 35.0,
     "decode, with a schedule": 12.0,
 }
@@ -90,7 +91,11 @@ def _host_parts(report: Report) -> list[str]:
         for call, processes in report["us"].items()
     ]
     table = markdown_table(["call", "us", "each process", "best round", "at most"], rows)
-    text = f"Tensors are tiny, so the GPU is done first. Method: {report['method']}; {report['cores']} cores."
+    text = (
+        f"Tensors are tiny, so the GPU is done first. Method: {report['method']}; {report['cores']} cores. torch makes "
+        "a backward pass in a thread that it wakes and waits for, or in the calling one, where "
+        "`torch.autograd.set_multithreading_enabled(False)` says so."
+    )
     return [section("In PyTorch", f"{_measured(report)}\n\n{text}\n\n{table}")]
 
 

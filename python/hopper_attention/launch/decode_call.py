@@ -15,7 +15,7 @@ from hopper_attention.device_memory import Facts, Pieces
 from hopper_attention.kvcache_checks import CacheShape, CacheTensors
 from hopper_attention.launch.base import current_device
 from hopper_attention.launch.decode import DecodeLauncher, is_aligned
-from hopper_attention.layout import TMA_BYTES, repairs_for
+from hopper_attention.layout import repairs_for
 
 Decoded = tuple[Any, ...]
 """q, k_cache, v_cache, cache_seqlens, page_table, cu_seqlens_q, k_descale, v_descale and scheduler_metadata, as they
@@ -51,16 +51,20 @@ class DecodeCall:
         """The results of tensors like those of the call; None if TMA cannot address them, or another GPU is current."""
         q, k_cache, v_cache, lengths, table, cu_seqlens_q, k_descale, v_descale, _ = tensors
         index = self.device_index
-        if (q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()) % TMA_BYTES or current_device() != index:
+        if current_device() != index:
             return None
         out = device_memory.empty_on_gpu(*self.out)
         work = device_memory.stream_memory(index, self.work).arguments
         lse = work[-1] if self.lse is None else device_memory.empty_on_gpu(*self.lse)
         given = q, k_cache, v_cache, out, lse, lengths, table, None, cu_seqlens_q, work[0]
-        if k_descale is not None:
-            self.kernel(*(given + self.options[:-3] + (k_descale, v_descale) + self.options[-1:]))
-        else:
-            self.kernel(*(given + self.options))
+        try:
+            if k_descale is not None:
+                self.kernel(*(given + self.options[:-3] + (k_descale, v_descale) + self.options[-1:]))
+            else:
+                self.kernel(*(given + self.options))
+        except ValueError:
+            # It looks at addresses before it launches anything.
+            return None
         return out if self.lse is None else (out, lse)
 
 

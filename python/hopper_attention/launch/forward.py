@@ -194,13 +194,14 @@ class ForwardLauncher(Launcher):
 @dataclass(frozen=True, slots=True)
 class ReadyLaunch:
     """A ``Launch`` of tensors of the same sizes and strides in every call, which the kernel can address wherever they
-    are aligned. ``options`` are what the kernel takes behind the scale in every call, as its window is the same and
-    nothing changes its scores."""
+    are aligned: it looks at addresses before it launches anything, and raises ValueError. ``options`` are what the
+    kernel takes behind the scale in every call, as its window is the same and nothing changes its scores; ``ctas`` are
+    as ``num_ctas`` of ``ForwardLauncher``."""
 
     launcher: ForwardLauncher
     kernel: Kernel
     device_index: int
-    has_counter: bool
+    ctas: int
     options: tuple[Any, ...]
     out: Facts
     lse: Facts
@@ -212,27 +213,32 @@ class ReadyLaunch:
         """That of calls with tensors like these; ``launcher`` repairs none of them."""
         batch, seqlen_q, heads, _ = q.shape
         options = launcher.options((batch, heads, seqlen_q, k.shape[1]), window, NO_SCORES)
-        if launcher.num_ctas:
-            options = *options, launcher.num_ctas
         result = launcher.result
         out = Piece((batch, seqlen_q, heads, result.head_dim_v), result.dtype)
         results = out.facts, Piece((batch, heads, seqlen_q)).facts
         no_lse = kept_argument(no_vectors(batch, heads, q.device))
-        where = launcher.kernel, launcher.device_index, launcher.num_ctas > 0
+        where = launcher.kernel, launcher.device_index, launcher.num_ctas
         return cls(launcher, *where, options, *results, no_lse, launcher.default_scale)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None, wants_lse: bool, *window: int
     ) -> tuple[Tensor, Tensor]:
         index, make = self.device_index, device_memory.empty_on_gpu
-        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES or current_device() != index:
+        if current_device() != index:
             return self.launcher(q, k, v, softmax_scale, wants_lse, *window)
         out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
         scale = self.default_scale if softmax_scale is None else softmax_scale
-        if self.has_counter:
-            self.kernel(q, k, v, out, lse, device_memory.tile_counter(index), scale, *self.options)
-        else:
-            self.kernel(q, k, v, out, lse, scale, *self.options)
+        try:
+            if not self.ctas:
+                self.kernel(q, k, v, out, lse, scale, *self.options)
+            elif self.options:
+                counter = device_memory.tile_counter(index)
+                self.kernel(q, k, v, out, lse, counter, scale, *self.options, self.ctas)
+            else:
+                # Most calls, for which Python is to unpack nothing.
+                self.kernel(q, k, v, out, lse, device_memory.tile_counter(index), scale, self.ctas)
+        except ValueError:
+            return self.launcher(q, k, v, softmax_scale, wants_lse, *window)
         return out, lse
 
     def fill(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float) -> Tensor | None:
@@ -243,8 +249,11 @@ class ReadyLaunch:
         if addresses % TMA_BYTES or current_device() != index:
             return None
         lse: Tensor = device_memory.empty_on_gpu(*self.lse)
-        counter = (device_memory.tile_counter(index),) if self.has_counter else ()
-        self.kernel(q, k, v, out, lse, *counter, softmax_scale, *self.options)
+        if self.ctas:
+            counter = device_memory.tile_counter(index)
+            self.kernel(q, k, v, out, lse, counter, softmax_scale, *self.options, self.ctas)
+        else:
+            self.kernel(q, k, v, out, lse, softmax_scale, *self.options)
         return lse
 
 

@@ -16,7 +16,7 @@ from hopper_attention.launch import at_once, backward
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.backward import BackwardLauncher, GradientLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
-from hopper_attention.layout import TMA_BYTES, repairs_for
+from hopper_attention.layout import repairs_for
 from hopper_attention.like_calls import Latest, Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.scores import NO_SCORES
@@ -74,22 +74,27 @@ class GradientCall:
             script = at_once.make_script(_steps(launcher, softmax_scale, options))
         return cls(launcher, softmax_scale, options, facts, work, script)
 
-    def __call__(self, tensors: ForGradients, into: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...] | None:
+    def __call__(
+        self, tensors: tuple[Tensor, ...], into: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, ...] | None:
         """dq, dk and dv, in ``into`` if there is any; None if TMA cannot address the tensors, or another GPU is
         current."""
-        dout, q, k, v, out, lse = tensors
-        addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
         index, make = self.launcher.device_index, device_memory.empty_on_gpu
-        if addresses % TMA_BYTES or current_device() != index:
+        if current_device() != index:
             return None
         of_q, of_k, of_v = self.gradients
         gradients = into or (make(*of_q), make(*of_k), make(*of_v))
-        if self.script is None:
-            options = self.softmax_scale, None, self.options
-            self.launcher.launch(dout, q, k, v, out, lse, gradients, *options)
-        else:
-            work = device_memory.work_memory(q.device, index, self.work).arguments
-            self.script.run(*(tensors + gradients + work), device_memory.tile_counter(index))
+        try:
+            if self.script is None:
+                dout, q, k, v, out, lse = tensors
+                options = self.softmax_scale, None, self.options
+                self.launcher.launch(dout, q, k, v, out, lse, gradients, *options)
+            else:
+                work = device_memory.stream_memory(index, self.work).arguments
+                self.script.run(*(tensors + gradients + work + (device_memory.tile_counter(index),)))
+        except ValueError:
+            # A kernel raises it for an address, before it launches anything; one before it may have filled work memory.
+            return None
         return gradients
 
 
@@ -108,29 +113,33 @@ remembered: Remembered[GradientCall] = Remembered(REMEMBERED_CALLS)
 
 latest: Latest[GradientCall] = Latest()
 
+latest_in_order: Latest[GradientCall] = Latest()
+"""The same where torch.use_deterministic_algorithms asks for equal bits."""
+
 
 def differentiate_again(
-    tensors: ForGradients, options: GradientOptions, into: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...], options: GradientOptions, into: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...] | None:
     """dq, dk and dv, if an earlier backward pass was like this one; else None.
 
-    ``into`` has contiguous tensors for them, or none."""
+    ``tensors`` are those of ``ForGradients``; ``into`` has contiguous tensors for the gradients, or none."""
     # With create_graph the gradients would be differentiated.
     if torch.is_grad_enabled() or not may_be_like():
         return None
-    of_call = *options, torch.are_deterministic_algorithms_enabled()
-    call = latest.find(of_call, *tensors)
+    before = latest_in_order if torch.are_deterministic_algorithms_enabled() else latest
+    call = before.find(options, *tensors)
     if call is None:
         kept = remembered.find_kept(_key_of(tensors, options), *tensors)
         if kept is None:
             return None
-        latest.keep(of_call, kept, len(tensors))
+        before.keep(options, kept, len(tensors))
         call = kept.call
     return call(tensors, into)
 
 
-def _key_of(tensors: ForGradients, options: GradientOptions) -> tuple[Any, ...]:
-    return tensors.q.shape, tensors.k.shape, options, torch.are_deterministic_algorithms_enabled()
+def _key_of(tensors: tuple[Tensor, ...], options: GradientOptions) -> tuple[Any, ...]:
+    _, q, k, *_ = tensors
+    return q.shape, k.shape, options, torch.are_deterministic_algorithms_enabled()
 
 
 def remember(tensors: ForGradients, options: GradientOptions) -> None:

@@ -8,29 +8,115 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopper_attention.launch.base import REMEMBERED_CALLS
+from cute_kernels.plan.config import plan_entries, plan_words
+from hopper.backward.config import BackwardConfig
+from hopper_attention import device_memory
+from hopper_attention.checks import TensorSpec
+from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.launch import at_once, backward
+from hopper_attention.launch.at_once import Given, Script, Step
+from hopper_attention.launch.base import REMEMBERED_CALLS, current_device
 from hopper_attention.launch.gradients_again import ForGradients, GradientOptions
-from hopper_attention.launch.packed_backward import PackedBackwardLauncher
+from hopper_attention.launch.packed_backward import PackedBackwardLauncher, no_rows, packed_work_pieces
+from hopper_attention.launch.packed_forward import OF_KEYS
 from hopper_attention.launch.varlen import find_varlen_backward, gradient_problem, is_empty
+from hopper_attention.layout import repairs_for
 from hopper_attention.lengths import Lengths
-from hopper_attention.like_calls import Remembered, may_be_like
-from hopper_attention.masks import Sides
+from hopper_attention.like_calls import Latest, Remembered, may_be_like
+from hopper_attention.masks import Sides, kernel_sides
+from hopper_attention.scores import NO_SCORES
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGradientCall:
-    """What serves backward passes like an earlier one."""
+    """What serves backward passes like an earlier one: ``launcher``; or ``script``, which makes all launches, with
+    memory for ``work``, where the kernels can address the tensors and leave nothing of the gradients to be filled.
+    ``gradients`` are what to make for those of q, k and v."""
 
     launcher: PackedBackwardLauncher
     softmax_scale: float
+    gradients: tuple[Facts, ...]
+    work: Pieces
+    script: Script | None
+
+    @classmethod
+    def of(
+        cls,
+        launcher: PackedBackwardLauncher,
+        options: GradientOptions,
+        tensors: ForGradients,
+        lengths: Lengths,
+    ) -> PackedGradientCall:
+        """That of backward passes like the one of ``tensors``, which ``launcher`` served."""
+        _, q, k, v, _, lse = tensors
+        config, scale = launcher.config, options.softmax_scale
+        facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
+        batch, tile = lengths.cu_seqlens_q.shape[0] - 1, launcher.dq_tile
+        pieces = packed_work_pieces(tile, q.shape[1], plan_entries(q.shape[0], batch, tile.tile_m))
+        work = *pieces, Piece((plan_words(k.shape[0], batch, config.tile_n),), torch.int32)
+        script = None
+        if (
+            isinstance(config, BackwardConfig)
+            and not config.ordered
+            and lengths.seqused_k is None
+            and lse.is_contiguous()
+            and not repairs_for(*(TensorSpec.of(x.unsqueeze(0)) for x in tensors[:5]))
+        ):
+            script = at_once.make_script(_steps(launcher, config, options, tensors, lengths))
+        return cls(launcher, scale, facts, work, script)
 
     def __call__(self, tensors: ForGradients, lengths: Lengths, sides: Sides) -> tuple[Tensor, ...]:
         """dq, dk and dv."""
+        index, make = self.launcher.device_index, device_memory.empty_on_gpu
+        if self.script is not None and current_device() == index:
+            of_q, of_k, of_v = self.gradients
+            gradients = make(*of_q), make(*of_k), make(*of_v)
+            work = device_memory.stream_memory(index, self.work).arguments
+            counter = device_memory.tile_counter(index)
+            try:
+                self.script.run(*(tensors + gradients + work + (counter, *lengths.different)))
+            except ValueError:
+                # A kernel refuses an address that TMA cannot take; those before it have filled work memory.
+                pass
+            else:
+                return gradients
         dout, q, k, v, out, lse = tensors
         return self.launcher(dout, None, q, k, v, out, lse, *lengths, self.softmax_scale, *sides)
 
 
+def _steps(
+    launcher: PackedBackwardLauncher,
+    config: BackwardConfig,
+    options: GradientOptions,
+    tensors: ForGradients,
+    lengths: Lengths,
+) -> list[Step]:
+    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv, work memory, a tile counter and the lengths
+    that are different tensors."""
+    dout, q, k, v, out, lse, dq, dk, dv, lse_log2, delta, sums, plan, counter = map(Given, range(14))
+    places = {id(x): Given(14 + i) for i, x in enumerate(lengths.different)}
+    unused = device_memory.no_lengths(tensors.q.device)
+    cu_seqlens_q, cu_seqlens_k, used_q, used_k = (unused if x is None else places[id(x)] for x in lengths[:4])
+    sequences, scale = lengths.cu_seqlens_q.shape[0], options.softmax_scale
+    of_plan = tensors.q.shape[0], tensors.k.shape[0], config.tile_n, OF_KEYS
+    sides = kernel_sides(*options.sides) if config.window else ()
+    behind = backward.kernel_options(config, sides, (plan, sequences), NO_SCORES, tensors.q)
+    no_dlse = no_rows(tensors.lse.shape[0], tensors.lse.device)
+    memory = lse_log2, delta, sums
+    return [
+        Step(launcher.planner.kernel, (cu_seqlens_q, cu_seqlens_k, used_q, used_k, plan, *of_plan)),
+        Step(launcher.prepare, (out, dout, lse, no_dlse, *memory, plan, sequences)),
+        Step(launcher.kernel, (q, k, v, dout, *memory, dk, dv, counter, scale, *behind, *launcher.grid)),
+        Step(launcher.finish, (sums, dq, plan, sequences, scale)),
+    ]
+
+
 remembered: Remembered[PackedGradientCall] = Remembered(REMEMBERED_CALLS)
+
+latest: Latest[PackedGradientCall] = Latest()
+
+latest_in_order: Latest[PackedGradientCall] = Latest()
+"""The same where torch.use_deterministic_algorithms asks for equal bits."""
 
 
 def differentiate_packed_again(
@@ -39,8 +125,16 @@ def differentiate_packed_again(
     """dq, dk and dv, if an earlier backward pass was like this one; else None."""
     if torch.is_grad_enabled() or 0 in lengths[4:] or not may_be_like():
         return None
-    call = remembered.find(_key_of(tensors, lengths, options), *tensors, *lengths.different)
-    return None if call is None else call(tensors, lengths, options.sides)
+    before = latest_in_order if torch.are_deterministic_algorithms_enabled() else latest
+    of_call, given = options + lengths.pattern, (*tensors, *lengths.different)
+    call = before.find(of_call, *given)
+    if call is None:
+        kept = remembered.find_kept(_key_of(tensors, lengths, options), *given)
+        if kept is None:
+            return None
+        before.keep(of_call, kept, len(given))
+        call = kept.call
+    return call(tensors, lengths, options.sides)
 
 
 def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOptions) -> None:
@@ -51,12 +145,13 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
     key = _key_of(tensors, lengths, options)
     if not remembered.comes_again(key):
         return
-    scale, causal, backend, deterministic, sides = options
+    _, causal, backend, deterministic, sides = options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     problem = gradient_problem(q, v, causal, sides, deterministic)
     launcher = find_varlen_backward(problem, q.device, backend)
     if isinstance(launcher, PackedBackwardLauncher):
-        remembered.keep(key, PackedGradientCall(launcher, scale), *tensors, *lengths.different)
+        call = PackedGradientCall.of(launcher, options, tensors, lengths)
+        remembered.keep(key, call, *tensors, *lengths.different)
 
 
 def _key_of(tensors: ForGradients, lengths: Lengths, options: GradientOptions) -> tuple[Any, ...]:

@@ -1,0 +1,123 @@
+"""Backward passes of packed sequences like earlier ones: their launches get what those of the first pass got."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper_attention import compile_cache, flash_attn_varlen_func
+from hopper_attention.launch import backward, forward
+from hopper_attention.launch import varlen as varlen_launch
+from hopper_attention.launch.packed_backward import PackedBackwardLauncher
+from hopper_attention.launch.packed_forward import PackedForwardLauncher
+from tests.python.fake_gpu import forget_launchers, noting, pretend
+
+Seen = list[tuple[Any, ...]]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """Arguments of the kernels of a pretended H200, which compute nothing."""
+    found: Seen = []
+    pretend(monkeypatch, backward, forward, varlen_launch)
+    for name in ("get_forward", "get_backward"):
+        monkeypatch.setattr(compile_cache, name, lambda config: noting(found))
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    yield found
+    forget_launchers()
+
+
+def int32(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "one list of lengths": {},
+    "two": {"cu_seqlens_k": int32(0, 20, 50)},
+    "queries used": {"seqused_q": int32(3, 4)},
+    "both used": {"seqused_q": int32(3, 4), "seqused_k": int32(5, 6)},
+    "window": {"window_size": (7, 0)},
+    "deterministic": {"deterministic": True},
+}
+SCRIPTED_FORWARD = {"one list of lengths", "two", "deterministic"}
+SCRIPTED = {"one list of lengths", "two", "queries used", "window"}
+"""Of which all launches are made at once; where keys are unused, or sums have an order, something is filled before."""
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, *launchers: type) -> dict[type, int]:
+    """How often each of these is called from now on."""
+    counts = dict.fromkeys(launchers, 0)
+
+    def count(launcher: Any) -> None:
+        whole = launcher.__call__
+
+        def counted(*given: Any, **options: Any) -> Any:
+            counts[launcher] += 1
+            return whole(*given, **options)
+
+        monkeypatch.setattr(launcher, "__call__", counted)
+
+    for launcher in launchers:
+        count(launcher)
+    return counts
+
+
+def described(x: Any, names: dict[int, str]) -> Any:
+    """A tensor by the name of its address, or by what it is; anything else as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    return names.get(x.data_ptr(), (tuple(x.shape), x.stride(), x.dtype))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches_get_what_those_of_the_first_pass_got(
+    name: str, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = int32(0, 16, 40)
+    case = {"cu_seqlens_q": starts, "cu_seqlens_k": starts} | CASES[name]
+    total_k = int(case["cu_seqlens_k"][-1])
+    by_launchers = count_calls(monkeypatch, PackedForwardLauncher, PackedBackwardLauncher)
+    passes = []
+    for _ in range(5):
+        seen.clear()
+        rows = 40, total_k, total_k
+        leaves = [torch.zeros(n, 2, 64, dtype=torch.bfloat16, requires_grad=True) for n in rows]
+        out, lse = flash_attn_varlen_func(
+            *leaves, max_seqlen_q=24, max_seqlen_k=30, softmax_scale=0.25, return_attn_probs=True, **case
+        )
+        dout = torch.ones_like(out)
+        grads = torch.autograd.grad(out, leaves, dout)
+        of_queries, _, plan, prepare, *_ = seen
+        known = {"out": out, "dout": dout, "lse": lse, **dict(zip(("q", "k", "v"), leaves, strict=True))}
+        known |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        known |= {"plan": plan[4], "lse_log2": prepare[4], "delta": prepare[5], "sums": prepare[6]}
+        known["plan of queries"] = of_queries[4]
+        known |= {name: x for name, x in case.items() if isinstance(x, Tensor)}
+        names = {x.data_ptr(): name for name, x in known.items()}
+        passes.append([described(x, names) for launch in seen for x in launch])
+        assert [x.shape for x in grads] == [x.shape for x in leaves]
+    first, *others = passes
+    wanted = {"q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "plan", "lse_log2", "delta", "sums"}
+    assert wanted <= {x for x in first if isinstance(x, str)}
+    assert others == [first] * 4
+    # The first two passes are made by the launchers, and the others where they have no script.
+    forward_is_scripted, backward_is_scripted = name in SCRIPTED_FORWARD, name in SCRIPTED
+    assert by_launchers[PackedForwardLauncher] == (2 if forward_is_scripted else 5)
+    assert by_launchers[PackedBackwardLauncher] == (2 if backward_is_scripted else 5)
+
+
+def test_an_odd_address_is_copied(seen: Seen) -> None:
+    starts = int32(0, 16, 40)
+    leaves = [torch.zeros(40, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    odd = torch.zeros(40 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(40, 2, 64)
+    for dout in (torch.zeros_like(odd), torch.zeros_like(odd), torch.zeros_like(odd), odd):
+        out = flash_attn_varlen_func(*leaves, starts, starts, 24, 24)
+        seen.clear()
+        found = torch.autograd.grad(out, leaves, dout)
+    *_, prepare, kernel, finish = seen
+    assert all(x is not odd and x.data_ptr() % 16 == 0 for x in (prepare[1], kernel[3]))
+    assert finish[1] is found[0]
