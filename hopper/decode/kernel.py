@@ -248,7 +248,7 @@ class DecodeKernel:
                 softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
                 softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
                 consumer = Consumer(c, self._tiled_mmas(), *wide, softmax, softcaps, thread)
-            parts = PartialResults(c, outputs.parts)
+            parts = PartialResults(c, outputs.parts, work.heads)
             results = Results(c, outputs.o, outputs.lse, outputs.sinks, outputs.factors, parts, work.cta)
             shared = ()
             if const_expr(c.cluster > 1):
@@ -265,7 +265,7 @@ class DecodeKernel:
         )
         piece, row, _ = cute.arch.block_idx()
         work = lists.work(c, mQ, piece, num_pieces, lane)
-        parts = PartialResults(c, outputs.parts)
+        parts = PartialResults(c, outputs.parts, work.heads)
         by_tile = Boolean(False)
         if const_expr(c.layout != VARLEN):
             of_head = mQ.shape[1] * work.batch.group
@@ -300,7 +300,7 @@ class DecodeKernel:
             row_tiles = work.batch.row_tiles(seqlens)
             head = divide(tile, row_tiles)
             first_row = (tile - head * row_tiles) * c.tile_m
-            rows = consumer.rows_of(TileRows(seqlens, first_row, head, work.batch.group))
+            rows = consumer.rows_of(TileRows(seqlens, first_row, work.heads.head(head), work.batch.group))
             if first >= end:
                 if const_expr(c.cluster == 1):
                     results.leave_nothing(rows)

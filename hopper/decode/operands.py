@@ -15,7 +15,7 @@ from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_THREADS
 from hopper.decode.batch import CacheBatch
 from hopper.decode.config import DecodeConfig
-from hopper.decode.schedule import Pieces, TileParts
+from hopper.decode.schedule import HeadsTogether, Pieces, TileParts
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class RawKeys(LoopInvariant):
 class Work(LoopInvariant):
     """What there is to do, and the part of this CTA. No tile has more than ``max_splits`` parts, unless it is None.
 
+    ``batch`` has the tiles of this CTA's row, whose K/V heads ``heads`` names, and ``cta`` is the number of its piece.
     ``own`` is empty, or has the sequence and number of the tile of a cluster: its blocks alone are the row that is cut
     then, for the CTAs of the cluster, and ``cta`` is the number of this one among them.
     """
@@ -100,6 +101,7 @@ class Work(LoopInvariant):
     pieces: Pieces
     max_splits: Int32 | None
     cta: Int32
+    heads: HeadsTogether = HeadsTogether()
     own: tuple[Int32, ...] = ()
 
     def parts(self, start: Int32, blocks: Any) -> TileParts:
@@ -173,6 +175,7 @@ class CacheLists(NamedTuple):
     ) -> Work:
         """The work of one CTA of so many, in clusters that have a tile each, where they have several CTAs."""
         queries, heads = mQ.shape[0 if config.layout == VARLEN else 1], mQ.shape[len(mQ.shape) - 2]
+        together = HeadsTogether.of(self.kv_heads, ctas, cta) if cluster == 1 else HeadsTogether()
         batch = CacheBatch(
             config,
             window_of(config.causal, self.sides),
@@ -181,12 +184,13 @@ class CacheLists(NamedTuple):
             self.offsets,
             queries,
             self.capacity,
-            self.kv_heads,
+            divide(self.kv_heads, together.count),
             divide(heads, self.kv_heads),
         )
         max_splits = self.max_splits[0] if self.max_splits else None
         if cluster == 1:
-            return Work(batch, Pieces(batch.all_units(lane), ctas), max_splits, cta)
+            pieces = Pieces(batch.all_units(lane), divide(ctas, together.count))
+            return Work(batch, pieces, max_splits, divide(cta, together.count), together)
         own = batch.tile_at(divide(cta, cluster))
         blocks = batch.blocks(batch.seqlens(own[0])).count
-        return Work(batch, Pieces(blocks, cluster), max_splits, cta % cluster, own)
+        return Work(batch, Pieces(blocks, cluster), max_splits, cta % cluster, together, own)

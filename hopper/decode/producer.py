@@ -43,7 +43,7 @@ class Producer(LoopInvariant):
             parts = work.parts(start, blocks.count)
             first = blocks.begin + parts.begin(work.cta)
             block = blocks.begin + parts.begin(work.cta + 1) - 1
-            head = divide(tile, work.batch.row_tiles(seqlens))
+            head = work.heads.head(divide(tile, work.batch.row_tiles(seqlens)))
             first_row, keys = work.batch.first_row(sequence), seqlens.seqlen_k
             page, row = self._look_up(sequence, maximum(block, 0), first_row, keys)
             for _ in cutlass.range(maximum(block + 1 - first, 0), unroll=1):

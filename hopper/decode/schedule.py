@@ -6,6 +6,9 @@ same number of bytes, whatever the lengths, and none is idle while another works
 a part is put together by another kernel (``combine``). (The idea is that of Stream-K, Osama et al., PPoPP 2023;
 FlashMLA and FlashInfer share out decoding in this way.)
 
+There is such a row for each of some K/V heads (``HeadsTogether``), all of the same lengths, and as many CTAs side by
+side have the same piece of them.
+
 Plain arithmetic on integers: the same functions serve the kernel (traced) and the host tests (Python ints).
 """
 
@@ -42,6 +45,31 @@ class Pieces(LoopInvariant):
         """Of most pieces, and how many are a block longer."""
         base = divide(self.units, self.ctas)
         return base, self.units - base * self.ctas
+
+
+@dataclass(frozen=True)
+class HeadsTogether(LoopInvariant):
+    """``count`` neighbouring K/V heads, which as many neighbouring CTAs visit at the same keys; ``own`` is the number
+    of this CTA's among them. What they have side by side in memory is read at about the same time, and all of them have
+    as many tiles."""
+
+    count: Any = 1
+    own: Any = 0
+
+    @staticmethod
+    def of(kv_heads: Any, ctas: Any, cta: Any) -> "HeadsTogether":
+        """Those of one CTA: as many as the largest power of two that divides both counts."""
+        either = kv_heads | ctas
+        count = either & -either
+        return HeadsTogether(count, cta - divide(cta, count) * count)
+
+    def head(self, number: Any) -> Any:
+        """The K/V head that is number ``number`` of this CTA's."""
+        return number * self.count + self.own
+
+    def cta(self, piece: Any) -> Any:
+        """That which has a piece of this CTA's row."""
+        return piece * self.count + self.own
 
 
 @dataclass(frozen=True)
