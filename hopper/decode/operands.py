@@ -101,7 +101,7 @@ class Work(LoopInvariant):
     pieces: Pieces
     max_splits: Int32 | None
     cta: Int32
-    heads: HeadsTogether = HeadsTogether()
+    heads: HeadsTogether
     own: tuple[Int32, ...] = ()
 
     def parts(self, start: Int32, blocks: Any) -> TileParts:

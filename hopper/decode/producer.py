@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
-from hopper.decode.config import DecodeConfig
+from hopper.decode.config import WARP_THREADS, DecodeConfig
 from hopper.decode.operands import RawKeys, Work
 
 
@@ -19,8 +19,9 @@ class Producer(LoopInvariant):
     """Loads K, or V, of every block that this CTA visits, the last of a tile first.
 
     ``table`` has int32 (batch, pages), the page of each ``page_size`` keys, or nothing where sequence b has page b. Its
-    entries are looked up a block ahead, by a lane for each box, so that no load of a number stands between two loads of
-    keys.
+    entries are looked up by a lane for each box, of as many blocks at once as there are lanes for, while those of the
+    blocks before are used. Nothing is done with a number before that: who did so would wait for its load, between two
+    loads of keys.
     """
 
     config: DecodeConfig
@@ -45,27 +46,37 @@ class Producer(LoopInvariant):
             block = blocks.begin + parts.begin(work.cta + 1) - 1
             head = work.heads.head(divide(tile, work.batch.row_tiles(seqlens)))
             first_row, keys = work.batch.first_row(sequence), seqlens.seqlen_k
-            page, row = self._look_up(sequence, maximum(block, 0), first_row, keys)
-            for _ in cutlass.range(maximum(block + 1 - first, 0), unroll=1):
-                block -= 1
-                next_page, next_row = self._look_up(sequence, maximum(block, first), first_row, keys)
-                self._load(head, page, row, state)
-                self._load_scales(block + 1, (blocks.first_seen, keys), head, (self.lane, page, row), state)
-                page, row = next_page, next_row
-                state.advance()
+            ahead = WARP_THREADS // self.config.boxes
+            number, offset = self._look_up(sequence, block, first_row, keys)
+            while first <= block:
+                next_number, next_offset = self._look_up(sequence, block - ahead, first_row, keys)
+                for i in cutlass.range(minimum(block + 1 - first, ahead), unroll=1):
+                    page, row = self._of_block(number, offset, i)
+                    self._load(head, page, row, state)
+                    self._load_scales(block, (blocks.first_seen, keys), head, (self.lane, page, row), state)
+                    block -= 1
+                    state.advance()
+                number, offset = next_number, next_offset
             start += blocks.count
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
     @cute.jit
     def _look_up(self, sequence: Int32, block: Int32, first_row: Int32, keys: Int32) -> tuple[Int32, Int32]:
-        """The page of this lane's box of a key block, and the row of it that the box begins with: the one behind the
-        last, where TMA finds zeros, for a box that has no key."""
-        box = minimum(self.lane, self.config.boxes - 1)
-        key = block * self.config.tile_n + box * self.config.box_rows
-        page, row = Int32(0), self.page_size
-        if key < keys:
-            page, row = self._place(sequence, first_row + key)
-        return page, row
+        """What the table has for this lane's box, of key block ``block`` or of one before, and the row of the page that
+        the box begins with: the one behind the last, where TMA finds zeros, for a box that has no key."""
+        c = self.config
+        own = maximum(block - self.lane // c.boxes, 0)
+        key = own * c.tile_n + self.lane % c.boxes * c.box_rows
+        number, offset = self._place(sequence, first_row + minimum(key, maximum(keys - 1, 0)))
+        return number, (offset if key < keys else self.page_size)
+
+    def _of_block(self, number: Int32, offset: Int32, i: Int32) -> tuple[Int32, Int32]:
+        """The page of this lane's box, and its first row, of the ``i``-th of the blocks that were looked up."""
+        boxes = self.config.boxes
+        source = i * boxes + minimum(self.lane, boxes - 1)
+        page = cute.arch.shuffle_sync(number, offset=source)
+        page = minimum(maximum(page, 0), self.keys.cache.shape[3] - 1)
+        return page, cute.arch.shuffle_sync(offset, offset=source)
 
     def _load_scales(
         self, block: Int32, seen: tuple, head: Int32, place: tuple, state: pipeline.PipelineState
@@ -75,13 +86,12 @@ class Producer(LoopInvariant):
             scales.load(block, seen, head, place, barrier, state.index)
 
     def _place(self, sequence: Int32, row: Int32) -> tuple[Int32, Int32]:
-        """The page of a row of a sequence, and the row in it."""
-        last = self.keys.cache.shape[3] - 1
+        """What is said to be the page of a row of a sequence, and the row in it."""
         for table in self.table:
-            number = divide(row, self.page_size)
-            page = minimum(maximum(table[sequence, number], 0), last)
-            return page, row - number * self.page_size
-        return minimum(sequence, last), row
+            # Behind the last page is a sequence whose keys would begin there, and has none.
+            number = minimum(divide(row, self.page_size), table.shape[1] - 1)
+            return table[sequence, number], row - number * self.page_size
+        return sequence, row
 
     @cute.jit
     def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
