@@ -223,9 +223,9 @@ class DecodeKernel:
             if const_expr(c.registers):
                 cute.arch.setmaxregister_decrease(c.registers["producer"])
             if warp == first_producer:
-                Producer(c, work, raw[0], table, page_size, lane, (mQ,)).run()
+                Producer(c, work, raw[0], table, page_size, lane).run()
             elif warp == first_producer + 1:
-                Producer(c, work, raw[1], table, page_size, lane, ()).run()
+                Producer(c, work, raw[1], table, page_size, lane).run()
             if const_expr(c.cluster > 1):
                 # As consumers do.
                 cute.arch.cluster_wait()

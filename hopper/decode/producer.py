@@ -5,16 +5,13 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32, Int64
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from hopper.decode.config import WARP_THREADS, DecodeConfig
 from hopper.decode.operands import RawKeys, Work
-from hopper.decode.rows import TileRows
-
-LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -24,8 +21,7 @@ class Producer(LoopInvariant):
     ``table`` has int32 (batch, pages), the page of each ``page_size`` keys, or nothing where sequence b has page b. Its
     entries are looked up by a lane for each box, of as many blocks at once as there are lanes for, while those of the
     blocks before are used. Nothing is done with a number before that: who did so would wait for its load, between two
-    loads of keys. ``queries`` is empty, or has Q, whose rows are brought to L2 before their tile's first block: what is
-    read once drives them out of it, and the consumer has nothing to do until they come.
+    loads of keys.
     """
 
     config: DecodeConfig
@@ -34,7 +30,6 @@ class Producer(LoopInvariant):
     table: tuple[cute.Tensor, ...]
     page_size: Int32
     lane: Int32
-    queries: tuple[cute.Tensor, ...]
 
     @cute.jit
     def run(self):
@@ -49,11 +44,7 @@ class Producer(LoopInvariant):
             parts = work.parts(start, blocks.count)
             first = blocks.begin + parts.begin(work.cta)
             block = blocks.begin + parts.begin(work.cta + 1) - 1
-            row_tiles = work.batch.row_tiles(seqlens)
-            number_of_head = divide(tile, row_tiles)
-            head = work.heads.head(number_of_head)
-            first_of_tile = (tile - number_of_head * row_tiles) * self.config.tile_m
-            self._fetch_queries(TileRows(seqlens, first_of_tile, head, work.batch.group))
+            head = work.heads.head(divide(tile, work.batch.row_tiles(seqlens)))
             first_row, keys = work.batch.first_row(sequence), seqlens.seqlen_k
             ahead = WARP_THREADS // self.config.boxes
             number, offset = self._look_up(sequence, block, first_row, keys)
@@ -68,19 +59,6 @@ class Producer(LoopInvariant):
                 number, offset = next_number, next_offset
             start += blocks.count
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
-
-    @cute.jit
-    def _fetch_queries(self, rows: TileRows):
-        """To L2, a line by each lane at a time."""
-        c = self.config
-        for mQ in self.queries:
-            columns = min(LINE_BYTES * 8 // mQ.element_type.width, c.head_dim)
-            lines = c.head_dim // columns
-            for i in cutlass.range_constexpr(-(-c.tile_m * lines // WARP_THREADS)):
-                line = i * WARP_THREADS + self.lane
-                row, column = line // lines, line % lines * columns
-                if row < rows.count and column < mQ.shape[len(mQ.shape) - 1]:
-                    prefetch_to_l2((rows.of(mQ, row).iterator + column).toint())
 
     @cute.jit
     def _look_up(self, sequence: Int32, block: Int32, first_row: Int32, keys: Int32) -> tuple[Int32, Int32]:
@@ -135,7 +113,3 @@ class Producer(LoopInvariant):
                     cute.group_modes(cute.local_tile(source, box, (0, part)), 0, 2),
                 )
                 cute.copy(keys.atom, found, target, tma_bar_ptr=barrier)
-
-
-def prefetch_to_l2(address: Int64) -> None:
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])

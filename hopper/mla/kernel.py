@@ -174,7 +174,7 @@ class MlaKernel:
                 keys = RawKeys(atoms[0], caches[0], smem.k, pipes.k, BOX_COLUMNS)
                 values = tuple(RawKeys(atoms[1], caches[1], smem.v, pipe, BOX_COLUMNS) for pipe in pipes.v)
                 page_size = caches[0].shape[0]
-                MlaProducer(c, work, keys, table, page_size, lane, (), values, Place(c.cluster, rank)).run()
+                MlaProducer(c, work, keys, table, page_size, lane, values, Place(c.cluster, rank)).run()
         else:
             cute.arch.setmaxregister_increase(REGISTERS.consumer)
             warp_in_group = warp % WARPS_PER_WARPGROUP
