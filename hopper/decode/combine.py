@@ -89,8 +89,8 @@ class Combine(LoopInvariant):
             for first in columns:
                 self._add_columns((first_cta, last_cta), rows, row, first + COLUMNS * self.lane)
         if const_expr(c.layout == VARLEN):
-            ctas = cute.arch.grid_dim()[0] * row_step
-            self._clear_rows_of_none(cute.arch.block_idx()[0] * row_step + first_row, ctas)
+            ctas = work.pieces.ctas * work.heads.count * row_step
+            self._clear_rows_of_none(work.heads.cta(work.cta) * row_step + first_row, ctas)
 
     @cute.jit
     def _clear_rows_of_none(self, first: Int32, step: Int32):

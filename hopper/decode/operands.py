@@ -139,20 +139,24 @@ class Outputs(NamedTuple):
 
 
 class CacheLists(NamedTuple):
-    """What a launch is given of its sequences: as ``CacheBatch`` and ``Work`` have it, and the sides of a window."""
+    """What a launch is given of its sequences: as ``CacheBatch`` and ``Work`` have it, and the sides of a window.
+    ``heads_of_row`` are the K/V heads that a CTA visits one after another."""
 
     lengths: cute.Tensor
     starts: tuple
     offsets: tuple
     capacity: Int32
     kv_heads: Int32
+    heads_of_row: Int32
     max_splits: tuple
     sides: tuple
 
     @staticmethod
-    def of(config: DecodeConfig, mK: cute.Tensor, given: tuple, sides: tuple) -> "CacheLists":
+    def of(
+        config: DecodeConfig, mK: cute.Tensor, given: tuple, sides: tuple, together: Any = 1
+    ) -> "CacheLists":
         """Out of what a kernel is given, None for what its config has no use for: lengths, table, leftpad, cu_seqlens_q
-        and max_splits; the sides of a window and the chunk."""
+        and max_splits; the sides of a window and the chunk. ``together`` K/V heads are visited at the same time."""
         lengths, table, leftpad, cu_seqlens_q, max_splits = given
         return CacheLists(
             lengths,
@@ -160,6 +164,7 @@ class CacheLists(NamedTuple):
             (cu_seqlens_q,) if config.layout == VARLEN else (),
             mK.shape[1] * table.shape[1] if config.paged else mK.shape[1],
             mK.shape[2],
+            mK.shape[2] // together,
             (max_splits,) if config.limits_splits else (),
             sides_of(config, *sides),
         )
@@ -168,14 +173,14 @@ class CacheLists(NamedTuple):
         self,
         config: DecodeConfig,
         mQ: cute.Tensor,
-        cta: Int32,
-        ctas: Int32,
+        place: tuple[Int32, Int32],
+        heads: HeadsTogether,
         lane: Int32,
         cluster: int = 1,
     ) -> Work:
-        """The work of one CTA of so many, in clusters that have a tile each, where they have several CTAs."""
-        queries, heads = mQ.shape[0 if config.layout == VARLEN else 1], mQ.shape[len(mQ.shape) - 2]
-        together = HeadsTogether.of(self.kv_heads, ctas, cta) if cluster == 1 else HeadsTogether()
+        """The work of one CTA. ``place`` are its piece of a row and the pieces of that; with a cluster of several CTAs,
+        which have a tile together, its number and that of all CTAs."""
+        queries, query_heads = mQ.shape[0 if config.layout == VARLEN else 1], mQ.shape[len(mQ.shape) - 2]
         batch = CacheBatch(
             config,
             window_of(config.causal, self.sides),
@@ -184,13 +189,14 @@ class CacheLists(NamedTuple):
             self.offsets,
             queries,
             self.capacity,
-            divide(self.kv_heads, together.count),
-            divide(heads, self.kv_heads),
+            self.heads_of_row,
+            divide(query_heads, self.kv_heads),
         )
         max_splits = self.max_splits[0] if self.max_splits else None
         if cluster == 1:
-            pieces = Pieces(batch.all_units(lane), divide(ctas, together.count))
-            return Work(batch, pieces, max_splits, divide(cta, together.count), together)
+            piece, pieces = place
+            return Work(batch, Pieces(batch.all_units(lane), pieces), max_splits, piece, heads)
+        cta = place[0]
         own = batch.tile_at(divide(cta, cluster))
         blocks = batch.blocks(batch.seqlens(own[0])).count
-        return Work(batch, Pieces(blocks, cluster), max_splits, cta % cluster, together, own)
+        return Work(batch, Pieces(blocks, cluster), max_splits, cta % cluster, heads, own)

@@ -47,6 +47,20 @@ class Pieces(LoopInvariant):
         return base, self.units - base * self.ctas
 
 
+MOST_TOGETHER = 16
+"""Neighbouring K/V heads: enough for 2 KB of keys side by side in memory."""
+
+
+def heads_together(kv_heads: Any, ctas: Any) -> Any:
+    """The most K/V heads, up to MOST_TOGETHER, such that as many CTAs visit each of them at the same time: a divisor of
+    both counts."""
+    most = 1
+    for count in range(2, MOST_TOGETHER + 1):
+        divides = 1 - minimum(kv_heads % count + ctas % count, 1)
+        most = maximum(most, count * divides)
+    return most
+
+
 @dataclass(frozen=True)
 class HeadsTogether(LoopInvariant):
     """``count`` neighbouring K/V heads, which as many neighbouring CTAs visit at the same keys; ``own`` is the number
@@ -55,13 +69,6 @@ class HeadsTogether(LoopInvariant):
 
     count: Any = 1
     own: Any = 0
-
-    @staticmethod
-    def of(kv_heads: Any, ctas: Any, cta: Any) -> "HeadsTogether":
-        """Those of one CTA: as many as the largest power of two that divides both counts."""
-        either = kv_heads | ctas
-        count = either & -either
-        return HeadsTogether(count, cta - divide(cta, count) * count)
 
     def head(self, number: Any) -> Any:
         """The K/V head that is number ``number`` of this CTA's."""

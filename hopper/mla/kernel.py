@@ -21,6 +21,7 @@ from hopper.decode.masks import RowMask
 from hopper.decode.operands import CacheLists, Outputs, RawKeys, Work
 from hopper.decode.results import PartialResults
 from hopper.decode.rows import TileRows
+from hopper.decode.schedule import HeadsTogether
 from hopper.decode.softmax import RowSoftmax
 from hopper.mla.config import CONSUMERS, REGISTERS, MlaConfig, validate_mla_config
 from hopper.mla.producer import MlaProducer
@@ -166,7 +167,7 @@ class MlaKernel:
         if const_expr(c.cluster > 1):
             piece = piece // c.cluster
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        work = lists.work(c, queries[0], piece, cute.arch.grid_dim()[0] // c.cluster, lane)
+        work = lists.work(c, queries[0], (piece, cute.arch.grid_dim()[0] // c.cluster), HeadsTogether(), lane)
         first_producer = CONSUMERS * WARPS_PER_WARPGROUP
         if warp >= first_producer:
             cute.arch.setmaxregister_decrease(REGISTERS.producer)
@@ -208,7 +209,7 @@ class MlaKernel:
             Float32, cute.make_layout((COLUMNS + 3, LANES, WARPS)), 16
         )
         piece, row, columns = cute.arch.block_idx()
-        work = lists.work(c, mQ, piece, num_pieces, lane)
+        work = lists.work(c, mQ, (piece, num_pieces), HeadsTogether(), lane)
         parts = PartialResults(c, outputs.parts, work.heads)
         by_tile = Boolean(False)
         if const_expr(c.layout != VARLEN):

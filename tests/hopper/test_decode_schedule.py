@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -10,7 +11,14 @@ import pytest
 
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.window import CAUSAL, EVERYTHING, NO_LIMIT, Window
-from hopper.decode.schedule import HeadsTogether, Pieces, SequenceBlocks, TileParts
+from hopper.decode.schedule import (
+    MOST_TOGETHER,
+    HeadsTogether,
+    Pieces,
+    SequenceBlocks,
+    TileParts,
+    heads_together,
+)
 
 TILE_N = 4
 
@@ -82,9 +90,9 @@ def test_a_part_is_the_piece_where_parts_are_not_limited() -> None:
 def test_neighbouring_ctas_visit_the_same_keys_of_neighbouring_heads(kv_heads: int, ctas: int) -> None:
     """All blocks of all heads are visited once, by CTAs with as many blocks as each other."""
     lengths = [7, 1, 30, 2, 11]
-    together = [HeadsTogether.of(kv_heads, ctas, cta) for cta in range(ctas)]
-    count = together[0].count
-    assert kv_heads % count == 0 and ctas % count == 0 and (kv_heads // count % 2 or ctas // count % 2)
+    count = heads_together(kv_heads, ctas)
+    assert count == max(n for n in range(1, MOST_TOGETHER + 1) if math.gcd(kv_heads, ctas) % n == 0)
+    together = [HeadsTogether(count, cta % count) for cta in range(ctas)]
     row = [
         (sequence, number, block)
         for sequence, blocks in enumerate(lengths)
