@@ -30,7 +30,7 @@ ROWS_PER_GROUP = 4
 SWAPPED_TILE_M = (4, 8, 16)
 """Rows of a tile where these are the columns of a WGMMA."""
 
-BOX_ROWS = (32, 16, 8)
+BOX_ROWS = (128, 64, 32, 16, 8)
 """Keys that a box may have: what a page holds is a multiple of it. Below 8 rows a box is no swizzled unit."""
 
 HEAD_DIMS = (64, 128, 192, 256)

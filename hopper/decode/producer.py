@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.integers import divide, maximum, minimum
@@ -31,6 +31,11 @@ class Producer(LoopInvariant):
     page_size: Int32
     lane: Int32
 
+    @property
+    def at_once(self) -> int:
+        """Blocks whose page numbers are looked up together."""
+        return WARP_THREADS // self.config.boxes
+
     @cute.jit
     def run(self):
         """All of this CTA's piece of the row of blocks."""
@@ -46,37 +51,47 @@ class Producer(LoopInvariant):
             block = blocks.begin + parts.begin(work.cta + 1) - 1
             head = work.heads.head(divide(tile, work.batch.row_tiles(seqlens)))
             first_row, keys = work.batch.first_row(sequence), seqlens.seqlen_k
-            ahead = WARP_THREADS // self.config.boxes
-            number, offset = self._look_up(sequence, block, first_row, keys)
+            number = self._look_up(sequence, block, first_row)
             while first <= block:
-                next_number, next_offset = self._look_up(sequence, block - ahead, first_row, keys)
-                for i in cutlass.range(minimum(block + 1 - first, ahead), unroll=1):
-                    page, row = self._of_block(number, offset, i)
+                next_number = self._look_up(sequence, block - self.at_once, first_row)
+                count = minimum(block + 1 - first, self.at_once) if self.at_once > 1 else 1
+                for i in cutlass.range(count, unroll=1):
+                    page, row = self._page(number, i), self._row(block - i, first_row, keys)
                     self._load(head, page, row, state)
-                    self._load_scales(block, (blocks.first_seen, keys), head, (self.lane, page, row), state)
-                    block -= 1
+                    self._load_scales(
+                        block - i, (blocks.first_seen, keys), head, (self.lane, page, row), state
+                    )
                     state.advance()
-                number, offset = next_number, next_offset
+                block -= count
+                number = next_number
             start += blocks.count
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
-    @cute.jit
-    def _look_up(self, sequence: Int32, block: Int32, first_row: Int32, keys: Int32) -> tuple[Int32, Int32]:
-        """What the table has for this lane's box, of key block ``block`` or of one before, and the row of the page that
-        the box begins with: the one behind the last, where TMA finds zeros, for a box that has no key."""
+    def _look_up(self, sequence: Int32, block: Int32, first_row: Int32) -> Int32:
+        """What is said to be the page of this lane's box, of key block ``block`` or of one before."""
         c = self.config
-        own = maximum(block - self.lane // c.boxes, 0)
-        key = own * c.tile_n + self.lane % c.boxes * c.box_rows
-        number, offset = self._place(sequence, first_row + minimum(key, maximum(keys - 1, 0)))
-        return number, (offset if key < keys else self.page_size)
+        key = maximum(block - self.lane // c.boxes, 0) * c.tile_n + self.lane % c.boxes * c.box_rows
+        for table in self.table:
+            # A box without keys may lie behind the last page.
+            return table[sequence, minimum(divide(first_row + key, self.page_size), table.shape[1] - 1)]
+        return sequence
 
-    def _of_block(self, number: Int32, offset: Int32, i: Int32) -> tuple[Int32, Int32]:
-        """The page of this lane's box, and its first row, of the ``i``-th of the blocks that were looked up."""
+    def _page(self, number: Int32, i: Int32) -> Int32:
+        """That of this lane's box of the ``i``-th of the blocks that were looked up."""
         boxes = self.config.boxes
-        source = i * boxes + minimum(self.lane, boxes - 1)
-        page = cute.arch.shuffle_sync(number, offset=source)
-        page = minimum(maximum(page, 0), self.keys.cache.shape[3] - 1)
-        return page, cute.arch.shuffle_sync(offset, offset=source)
+        page = cute.arch.shuffle_sync(number, offset=i * boxes + minimum(self.lane, boxes - 1))
+        return minimum(maximum(page, 0), self.keys.cache.shape[3] - 1)
+
+    @cute.jit
+    def _row(self, block: Int32, first_row: Int32, keys: Int32) -> Int32:
+        """The row of the page with which this lane's box of a key block begins: the one behind the last, where TMA
+        finds zeros, for a box that has no key."""
+        c = self.config
+        key = block * c.tile_n + minimum(self.lane, c.boxes - 1) * c.box_rows
+        row = first_row + key
+        if const_expr(len(self.table) > 0):
+            row -= divide(row, self.page_size) * self.page_size
+        return row if key < keys else self.page_size
 
     def _load_scales(
         self, block: Int32, seen: tuple, head: Int32, place: tuple, state: pipeline.PipelineState
@@ -84,14 +99,6 @@ class Producer(LoopInvariant):
         for scales in self.keys.scales:
             barrier = self.keys.pipe.producer_get_barrier(state)
             scales.load(block, seen, head, place, barrier, state.index)
-
-    def _place(self, sequence: Int32, row: Int32) -> tuple[Int32, Int32]:
-        """What is said to be the page of a row of a sequence, and the row in it."""
-        for table in self.table:
-            # Behind the last page is a sequence whose keys would begin there, and has none.
-            number = minimum(divide(row, self.page_size), table.shape[1] - 1)
-            return table[sequence, number], row - number * self.page_size
-        return sequence, row
 
     @cute.jit
     def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
