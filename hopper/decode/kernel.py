@@ -44,6 +44,10 @@ COMBINING_CTAS, COMBINING_CTAS_OF_PAIRS = 256, 2048
 for them to wait in, and behind them the GPU is theirs."""
 
 
+MOST_ROWS = 4
+"""Of a tile, that such a CTA adds up one after another."""
+
+
 def tiles_of(kv_heads: Int32, rows: Int32, tile_m: int) -> Int32:
     """Tiles of so many K/V heads, each of so many rows."""
     return kv_heads * cute.ceil_div(rows, tile_m)
@@ -174,7 +178,8 @@ class DecodeKernel:
             tiles = tiles_of(mQ.shape[0] * lists.heads_of_row, of_head, c.tile_m)
             pieces, rows = cutlass.min(pieces, tiles), cutlass.min(of_head, rows)
         most = COMBINING_CTAS if const_expr(c.consumers == 1) else COMBINING_CTAS_OF_PAIRS
-        row_ctas = cutlass.min(rows, cutlass.max(most // (together * pieces), 1))
+        row_ctas = cutlass.max(most // (together * pieces), cute.ceil_div(rows, MOST_ROWS))
+        row_ctas = cutlass.min(rows, row_ctas)
         self.combine(mQ, lists, outputs, num_pieces).launch(
             grid=(together, pieces, row_ctas),
             block=(WARPS * LANES, 1, 1),
