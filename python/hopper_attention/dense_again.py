@@ -105,7 +105,7 @@ def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bo
     if comes_again:
         remembered.keep(key, call, *given)
     if has_others and isinstance(launch, ReadyLaunch) and of_any_length.find(class_key, *given) is None:
-        of_any_length.keep(class_key, call, *given, of_any_length=range(1, len(given)))
+        of_any_length.keep(class_key, call, *given, of_any_length=dict.fromkeys(range(1, len(given)), 1))
 
 
 def _distinct(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

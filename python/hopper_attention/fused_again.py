@@ -218,7 +218,7 @@ class QuantizeCalls(FusedCalls[QuantizeCall]):
         if comes_again:
             self._remembered.keep(key, call, q, k, v)
         if has_others and self._of_any_length.find(class_key, q, k, v) is None:
-            self._of_any_length.keep(class_key, call, q, k, v, of_any_length=(1, 2))
+            self._of_any_length.keep(class_key, call, q, k, v, of_any_length={1: 1, 2: 1})
 
 
 def _key_of(q: Tensor, k: Tensor, quantization: Any, options: tuple[Any, ...]) -> Key:

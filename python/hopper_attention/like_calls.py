@@ -6,7 +6,7 @@ in C++, for the code that torch.compile made for tensors of one kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,10 +21,13 @@ IsLike = Callable[..., bool]
 Call = TypeVar("Call")
 
 
-def like(*tensors: Tensor, of_any_length: Iterable[int] = ()) -> IsLike:
+NO_LENGTHS: Mapping[int, int] = {}
+
+
+def like(*tensors: Tensor, of_any_length: Mapping[int, int] = NO_LENGTHS) -> IsLike:
     """Whether tensors are of the class, dtype, device, shape, strides and requires_grad of these, each of its own.
 
-    Of those whose places are ``of_any_length``, the second size and the first stride do not count.
+    ``of_any_length`` has for the places of some the dimension whose size does not count, nor do strides before it.
 
     They are not, either, where autocast, inference mode, torch.jit.trace or a transform of torch.func is at work and
     was not when this was called, or the other way round. Storage, and where in it a tensor begins, does not count. Of
@@ -33,8 +36,9 @@ def like(*tensors: Tensor, of_any_length: Iterable[int] = ()) -> IsLike:
     # Each a list a tensor, which is not what torch's declaration of it says.
     sizes: Any = [list(x.shape) for x in tensors]
     strides: Any = [list(x.stride()) for x in tensors]
-    for place in of_any_length:
-        sizes[place][1] = strides[place][0] = None
+    for place, dimension in of_any_length.items():
+        sizes[place][dimension] = None
+        strides[place][:dimension] = [None] * dimension
     make = vars(guards).get("TensorGuards")
     # A torch that has it no more: each call is read and checked.
     return (
@@ -124,7 +128,9 @@ class Remembered(Generic[Call]):
             self._latest.clear()
         self._latest[group] = kept
 
-    def keep(self, key: Hashable, call: Call, *tensors: Tensor, of_any_length: Iterable[int] = ()) -> None:
+    def keep(
+        self, key: Hashable, call: Call, *tensors: Tensor, of_any_length: Mapping[int, int] = NO_LENGTHS
+    ) -> None:
         """Serve calls with tensors ``like`` these so. Nothing is like tensors of which two are one."""
         if len(self._calls) >= self._limit:
             self._calls.clear()

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Facts, Piece
+from hopper_attention.fp8_rules import block_of
 from hopper_attention.launch import at_once, fp8
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, no_vectors
@@ -18,6 +20,7 @@ from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES
 from hopper_attention.parts_memory import PartsLayout
+from hopper_attention.problem import longest_alike
 from hopper_attention.quantized import MEMORY, PartsMemory, QuantizedQKV, TransposedV
 
 Key = tuple[Any, ...]
@@ -122,6 +125,12 @@ class MemoryCall:
 
 remembered: Remembered[PartsCall] = Remembered(REMEMBERED_CALLS)
 
+of_any_length: Remembered[PartsCall] = Remembered(REMEMBERED_CALLS)
+"""The same by ``_class_key``: calls with other numbers of keys that are served alike."""
+
+LENGTHS = {1: 1, 2: 3, 4: 2, 5: 2}
+"""Of ``_tensors_of``, those that have as many keys, or scales of keys, as a call has, and their dimension."""
+
 in_memory: Remembered[MemoryCall] = Remembered(REMEMBERED_CALLS)
 
 
@@ -150,8 +159,28 @@ def _find_made(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | Non
     group = len(tensors), *_group_of(parts, v.seqlen, options)
     call = remembered.find_latest(group, *tensors)
     if call is None:
-        call = remembered.find((*_shapes_of(parts), *group), *tensors, group=group)
+        key = *_shapes_of(parts), *group
+        call = remembered.find(key, *tensors, group=group)
+        if call is None:
+            call = _find_of_any_length(parts, v, tensors, options, key)
     return None if call is None or _addresses(tensors) % TMA_BYTES else call
+
+
+def _find_of_any_length(
+    parts: QuantizedQKV, v: TransposedV, tensors: tuple[Tensor, ...], options: tuple[Any, ...], key: Key
+) -> PartsCall | None:
+    """What serves a call by one with another number of keys, which does not decide on how it is served."""
+    class_key = _class_key(parts, v.seqlen, options)
+    call = None if class_key is None else of_any_length.find(class_key, *tensors)
+    if call is None:
+        return None
+    k, *others = (tensors[place] for place in LENGTHS)
+    is_same = k.shape[1] == v.seqlen and not k.stride()[0] % TMA_BYTES
+    if not is_same or not k.is_contiguous() or not all(x.is_contiguous() for x in others):
+        return None
+    if remembered.comes_again(key):
+        remembered.keep(key, call, *tensors)
+    return call
 
 
 def _find_in_memory(parts: QuantizedQKV, memory: PartsMemory, options: tuple[Any, ...]) -> MemoryCall | None:
@@ -182,8 +211,16 @@ def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None
     ):
         return
     key = *_shapes_of(parts), len(tensors), *_group_of(parts, v.seqlen, options)
-    if remembered.comes_again(key):
-        remembered.keep(key, PartsCall.of(launch, parts), *tensors)
+    class_key = _class_key(parts, v.seqlen, options)
+    comes_again = remembered.comes_again(key)
+    has_others = class_key is not None and of_any_length.comes_again(class_key)
+    if not comes_again and not has_others:
+        return
+    call = PartsCall.of(launch, parts)
+    if comes_again:
+        remembered.keep(key, call, *tensors)
+    if has_others and of_any_length.find(class_key, *tensors) is None:
+        of_any_length.keep(class_key, call, *tensors, of_any_length=LENGTHS)
 
 
 def _is_undone_by_pytorch(parts: QuantizedQKV) -> bool:
@@ -200,6 +237,16 @@ def _group_of(parts: QuantizedQKV, seqlen_k: int, options: tuple[Any, ...]) -> K
     q, k = parts.q, parts.k
     quantized = q.block, q.largest, k.block, k.largest, parts.v.block, seqlen_k, parts.dtype
     return *quantized, options, tuple(map(type, options))
+
+
+def _class_key(parts: QuantizedQKV, seqlen_k: int, options: tuple[Any, ...]) -> Key | None:
+    """That of all numbers of keys for which a kernel is chosen alike; None where there is none."""
+    q, k, v = parts.q, parts.k, parts.v
+    if not 0 < seqlen_k <= MAX_SEQLEN:
+        return None
+    blocks = q.block, block_of(k.block, seqlen_k), block_of(v.block, seqlen_k)
+    codes = q.largest, k.largest, parts.dtype, q.data.shape, parts.mean_v.numel()
+    return longest_alike(seqlen_k), *blocks, *codes, options, tuple(map(type, options))
 
 
 def _tensors_of(parts: QuantizedQKV) -> tuple[Tensor, ...]:

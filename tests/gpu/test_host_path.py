@@ -226,7 +226,12 @@ def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call(x)
-    for kept in (dense_again.remembered, dense_again.of_any_length, parts_again.remembered):
+    for kept in (
+        dense_again.remembered,
+        dense_again.of_any_length,
+        parts_again.remembered,
+        parts_again.of_any_length,
+    ):
         kept.cache_clear()
     fused_again.quantizing.cache_clear()
     fp8_at_once.calls_at_once.cache_clear()
@@ -288,6 +293,22 @@ def test_numbers_of_keys_that_are_new_are_quantized_as_by_a_first_call(draw) -> 
     for _ in range(3):
         for (k, v), of_first in zip(keys, wanted, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(quantize(k, v), of_first, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_numbers_of_keys_that_are_new_are_attended_to_as_by_a_first_call(draw, causal: bool) -> None:
+    x = draw(torch.bfloat16, 2, (64, 600), (4, 2), 128)
+    lengths = *range(33, 140, 7), 600, 1, 130, 599, 33
+    parts = [quantize_qkv(x.q, x.k[:, :n], x.v[:, :n]).opened() for n in lengths]
+    wanted = []
+    for each in parts:
+        for kept in (parts_again.remembered, parts_again.of_any_length):
+            kept.cache_clear()
+        wanted.append(flash_attn_quantized_func(each, None, causal, True))
+    for _ in range(3):
+        for each, (out, lse) in zip(parts, wanted, strict=True):
+            found, found_lse = flash_attn_quantized_func(each, None, causal, True)
+            assert torch.equal(found, out) and torch.equal(found_lse, lse)
 
 
 def decode_step(inputs, lengths: Tensor, **options) -> Tensor:

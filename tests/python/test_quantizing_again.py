@@ -1,33 +1,50 @@
-"""``quantize_qkv`` of a number of keys that is new: what served another number serves it too, and nothing else does."""
+"""Quantizing, and attention to parts, with a number of keys that is new: what served another number serves it too."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from hopper_attention import compile_cache, fused_again, quantization, quantize_qkv
+from hopper_attention import (
+    compile_cache,
+    flash_attn_quantized_func,
+    fp8,
+    fused_again,
+    parts_again,
+    quantization,
+    quantize_qkv,
+)
+from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch import quantize
-from hopper_attention.quantized import DEFAULT_QUANTIZATION
+from hopper_attention.quantized import DEFAULT_QUANTIZATION, E4M3, QuantizedQKV, TransposedV
 from tests.python.fake_gpu import forget_launchers, pretend
-from tests.python.test_calls_again import draw, facts_of, keys_of, refuse
+from tests.python.test_calls_again import Seen, draw, facts_of, refuse
+
+
+def keys_of(rows: int, batch: int = 2, heads: int = 2) -> Tensor:
+    """The first rows of a larger tensor, as of a cache."""
+    return draw(batch, 2200, heads, 64)[:, :rows]
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Arguments of the kernels of a pretended H200, which compute nothing."""
-    found: list[tuple[Any, ...]] = []
-    pretend(monkeypatch, quantize)
-    monkeypatch.setattr(compile_cache, "get_quantize", lambda config: lambda *given: found.append(given))
+    found: Seen = []
+    pretend(monkeypatch, quantize, fp8_launch)
+    for name in ("get_forward", "get_quantize"):
+        monkeypatch.setattr(compile_cache, name, lambda config: lambda *given: found.append(given))
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     yield found
     forget_launchers()
 
 
 def test_keys_that_are_new_in_number_are_quantized_by_an_earlier_call(
-    seen: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q = draw(2, 3, 2, 64)
 
@@ -65,3 +82,49 @@ def test_keys_that_are_new_in_number_are_quantized_by_an_earlier_call(
         (keys_of(41), None),
     ):
         assert fused_again.quantizing.find(q, k, v, *options) is None
+
+
+def test_parts_with_keys_that_are_new_in_number_are_attended_to_by_an_earlier_call(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, options = draw(2, 3, 2, 64), (False, False, False, False, None)
+
+    def parts_of(rows: int) -> QuantizedQKV:
+        return quantize_qkv(q, keys_of(rows), keys_of(rows)).opened()
+
+    def given_for(rows: int) -> list[Any]:
+        parts = parts_of(rows)
+        seen.clear()
+        assert flash_attn_quantized_func(parts).shape == q.shape
+        (given,) = seen
+        assert given[1].data_ptr() == parts.k.data.data_ptr() and given[2] is parts.v.data
+        return [facts_of(x) for x in given]
+
+    # One scale of K and of V, several, and lengths at which another tile begins.
+    for known, lengths in (((33, 34), (60, 1, 35, 64)), ((2100, 2101), (2099, 2048))):
+        wanted = []
+        for rows in lengths:
+            forget_launchers()
+            wanted.append(given_for(rows))
+        forget_launchers()
+        for rows in known:
+            given_for(rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(fp8, "attend_and_undo", refuse)
+            for _ in range(3):
+                assert [given_for(rows) for rows in lengths] == wanted
+            for rows in (65, 1100):
+                with pytest.raises(AssertionError, match="found anew"):
+                    given_for(rows)
+    parts = parts_of(2098)
+    assert parts_again.find(parts, options) is not None
+    k, v = parts.k, parts.v
+    assert isinstance(v, TransposedV)
+    odd = draw(2 * 2098 * 128 + 16, dtype=E4M3).as_strided(k.shape, (2098 * 128 + 8, 128, 64, 1))
+    for other in (
+        replace(parts, k=replace(k, largest=200.0)),
+        replace(parts, k=replace(k, data=odd)),
+        replace(parts, k=replace(k, scale=k.scale.clone().transpose(1, 2).contiguous().transpose(1, 2))),
+        replace(parts, dtype=torch.float16),
+    ):
+        assert parts_again.find(other, options) is None
