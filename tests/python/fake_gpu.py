@@ -160,8 +160,8 @@ def pretend(
 
 
 def noting(found: list[tuple[Any, ...]], *before: Any) -> Callable[..., None]:
-    """A kernel that notes its arguments, behind ``before``, and refuses addresses as compiled ones do before they launch
-    anything: tensors of 16 bits begin at multiples of 16 bytes."""
+    """A kernel that notes its arguments, behind ``before``, and refuses addresses as compiled ones do before they
+    launch anything: tensors of 16 bits begin at multiples of 16 bytes."""
 
     def kernel(*given: Any) -> None:
         for number, x in enumerate(given):
