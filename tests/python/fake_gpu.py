@@ -159,15 +159,15 @@ def pretend(
     return entered
 
 
-def noting(found: list[tuple[Any, ...]]) -> Callable[..., None]:
-    """A kernel that notes its arguments, and refuses addresses as compiled ones do before they launch anything: tensors
-    of 16 bits begin at multiples of 16 bytes."""
+def noting(found: list[tuple[Any, ...]], *before: Any) -> Callable[..., None]:
+    """A kernel that notes its arguments, behind ``before``, and refuses addresses as compiled ones do before they
+    launch anything: tensors of 16 bits begin at multiples of 16 bytes."""
 
     def kernel(*given: Any) -> None:
         for number, x in enumerate(given):
             if isinstance(x, torch.Tensor) and x.dtype.itemsize == 2 and x.data_ptr() % 16:
                 raise ValueError(f"Misaligned Tensor data on argument #{number}")
-        found.append(given)
+        found.append(before + given)
 
     return kernel
 

@@ -23,7 +23,7 @@ from hopper_attention import (
 )
 from hopper_attention.launch import backward, forward, quantize
 from hopper_attention.launch import fp8 as fp8_launch
-from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.fake_gpu import forget_launchers, noting, pretend
 
 BF16 = torch.bfloat16
 KINDS, CALLS = 80, 320
@@ -64,7 +64,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     found: Seen = []
     pretend(monkeypatch, backward, forward, fp8_launch, quantize)
     for name in ("get_forward", "get_backward", "get_quantize"):
-        monkeypatch.setattr(compile_cache, name, lambda config: lambda *given: found.append((config, *given)))
+        monkeypatch.setattr(compile_cache, name, lambda config: noting(found, config))
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     yield found
     forget_launchers()

@@ -16,7 +16,7 @@ from hopper_attention.launch import at_once, backward
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.backward import BackwardLauncher, GradientLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
-from hopper_attention.layout import repairs_for
+from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.like_calls import Latest, Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.scores import NO_SCORES
@@ -79,22 +79,20 @@ class GradientCall:
     ) -> tuple[Tensor, ...] | None:
         """dq, dk and dv, in ``into`` if there is any; None if TMA cannot address the tensors, or another GPU is
         current."""
+        dout, q, k, v, out, lse = tensors
+        # Not left to the kernels, as one of them would have run before another refuses.
+        addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
         index, make = self.launcher.device_index, device_memory.empty_on_gpu
-        if current_device() != index:
+        if addresses % TMA_BYTES or current_device() != index:
             return None
         of_q, of_k, of_v = self.gradients
         gradients = into or (make(*of_q), make(*of_k), make(*of_v))
-        try:
-            if self.script is None:
-                dout, q, k, v, out, lse = tensors
-                options = self.softmax_scale, None, self.options
-                self.launcher.launch(dout, q, k, v, out, lse, gradients, *options)
-            else:
-                work = device_memory.stream_memory(index, self.work).arguments
-                self.script.run(*(tensors + gradients + work + (device_memory.tile_counter(index),)))
-        except ValueError:
-            # A kernel raises it for an address, before it launches anything; one before it may have filled work memory.
-            return None
+        if self.script is None:
+            options = self.softmax_scale, None, self.options
+            self.launcher.launch(dout, q, k, v, out, lse, gradients, *options)
+        else:
+            work = device_memory.stream_memory(index, self.work).arguments
+            self.script.run(*(tensors + gradients + work + (device_memory.tile_counter(index),)))
         return gradients
 
 

@@ -16,7 +16,7 @@ from hopper_attention.launch import at_once
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import NO_PAGES, NO_SIDES, current_device
 from hopper_attention.launch.packed_forward import NO_CHANGES, OF_QUERIES, PackedForwardLauncher
-from hopper_attention.layout import repairs_for
+from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.lengths import Lengths
 
 
@@ -83,18 +83,13 @@ class ReadyPackedLaunch:
         wants_lse: bool,
     ) -> tuple[Tensor, Tensor]:
         index, make = self.launcher.device_index, device_memory.empty_on_gpu
-        if current_device() == index:
-            out, lse = make(*self.out), make(*(self.lse if wants_lse else self.no_lse))
-            (plan,) = device_memory.stream_memory(index, self.work).arguments
-            counter = device_memory.tile_counter(index)
-            starts = cu_seqlens_q, cu_seqlens_k
-            try:
-                self.script.run(q, k, v, out, lse, plan, counter, softmax_scale, *starts, seqused_k)
-            except ValueError:
-                # The kernel refuses an address that TMA cannot take.
-                pass
-            else:
-                return out, lse
-        lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
-        window = window_left, window_right, attention_chunk
-        return self.launcher(q, k, v, *lengths, softmax_scale, *window, wants_lse)
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES or current_device() != index:
+            lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+            window = window_left, window_right, attention_chunk
+            return self.launcher(q, k, v, *lengths, softmax_scale, *window, wants_lse)
+        out, lse = make(*self.out), make(*(self.lse if wants_lse else self.no_lse))
+        (plan,) = device_memory.stream_memory(index, self.work).arguments
+        counter = device_memory.tile_counter(index)
+        starts = cu_seqlens_q, cu_seqlens_k
+        self.script.run(q, k, v, out, lse, plan, counter, softmax_scale, *starts, seqused_k)
+        return out, lse

@@ -20,7 +20,7 @@ from hopper_attention.launch.gradients_again import ForGradients, GradientOption
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher, no_rows, packed_work_pieces
 from hopper_attention.launch.packed_forward import OF_KEYS
 from hopper_attention.launch.varlen import find_varlen_backward, gradient_problem, is_empty
-from hopper_attention.layout import repairs_for
+from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Latest, Remembered, may_be_like
 from hopper_attention.masks import Sides, kernel_sides
@@ -67,21 +67,17 @@ class PackedGradientCall:
 
     def __call__(self, tensors: ForGradients, lengths: Lengths, sides: Sides) -> tuple[Tensor, ...]:
         """dq, dk and dv."""
-        index, make = self.launcher.device_index, device_memory.empty_on_gpu
-        if self.script is not None and current_device() == index:
-            of_q, of_k, of_v = self.gradients
-            gradients = make(*of_q), make(*of_k), make(*of_v)
-            work = device_memory.stream_memory(index, self.work).arguments
-            counter = device_memory.tile_counter(index)
-            try:
-                self.script.run(*(tensors + gradients + work + (counter, *lengths.different)))
-            except ValueError:
-                # A kernel refuses an address that TMA cannot take; those before it have filled work memory.
-                pass
-            else:
-                return gradients
         dout, q, k, v, out, lse = tensors
-        return self.launcher(dout, None, q, k, v, out, lse, *lengths, self.softmax_scale, *sides)
+        index, make = self.launcher.device_index, device_memory.empty_on_gpu
+        addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if self.script is None or addresses % TMA_BYTES or current_device() != index:
+            return self.launcher(dout, None, q, k, v, out, lse, *lengths, self.softmax_scale, *sides)
+        of_q, of_k, of_v = self.gradients
+        gradients = make(*of_q), make(*of_k), make(*of_v)
+        work = device_memory.stream_memory(index, self.work).arguments
+        counter = device_memory.tile_counter(index)
+        self.script.run(*(tensors + gradients + work + (counter, *lengths.different)))
+        return gradients
 
 
 def _steps(
