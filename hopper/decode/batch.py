@@ -22,7 +22,8 @@ LANES = 32
 class CacheBatch(LoopInvariant):
     """The sequences of a launch. ``lengths`` int32 (batch,) are rows of the cache that are filled; ``starts`` is empty
     or has the row of each with which its keys begin, ``offsets`` is empty or has cu_seqlens_q. ``seqlen_q`` is the
-    queries of each sequence, or all of them where there are offsets. ``capacity`` is the rows that a sequence may have.
+    queries of each sequence, or all of them where there are offsets. ``capacity`` is the rows that a sequence may have,
+    ``kv_heads`` the K/V heads that are visited one after another, with ``group`` query heads each.
 
     Whatever the lengths and offsets say, what they come to lies in the tensors.
     """

@@ -34,8 +34,8 @@ LANES = 32
 class Combine(LoopInvariant):
     """Rows of one tile, by a CTA of WARPS warps, of which each adds up every WARPS-th part, in the order of keys.
 
-    With ``by_tile`` it is tile ``work.cta``, all sequences having as many tiles as each other; else it is the tile that
-    piece ``work.cta`` begins and another ends, if there is one.
+    With ``by_tile`` it is tile ``work.cta`` of its row, all sequences having as many tiles as each other; else it is
+    the tile that piece ``work.cta`` begins and another ends, if there is one.
     """
 
     config: DecodeConfig
@@ -75,7 +75,8 @@ class Combine(LoopInvariant):
         tile = work.parts(start + number * blocks, blocks)
         row_tiles = maximum(work.batch.row_tiles(seqlens), 1)
         head = divide(number, row_tiles)
-        rows = TileRows(seqlens, (number - head * row_tiles) * c.tile_m, head, work.batch.group)
+        first_of_tile = (number - head * row_tiles) * c.tile_m
+        rows = TileRows(seqlens, first_of_tile, work.heads.head(head), work.batch.group)
         first_cta, last_cta = tile.first_cta, tile.last_cta
         is_split = has_tile and tile.begin(first_cta + 1) < blocks
         if not by_tile:
@@ -88,8 +89,8 @@ class Combine(LoopInvariant):
             for first in columns:
                 self._add_columns((first_cta, last_cta), rows, row, first + COLUMNS * self.lane)
         if const_expr(c.layout == VARLEN):
-            ctas = cute.arch.grid_dim()[0] * row_step
-            self._clear_rows_of_none(work.cta * row_step + first_row, ctas)
+            ctas = work.pieces.ctas * work.heads.count * row_step
+            self._clear_rows_of_none(work.heads.cta(work.cta) * row_step + first_row, ctas)
 
     @cute.jit
     def _clear_rows_of_none(self, first: Int32, step: Int32):

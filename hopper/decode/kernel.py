@@ -31,7 +31,7 @@ from hopper.decode.results import PartialResults, Results
 from hopper.decode.row_scales import LANES as LANES_OF_SCALES
 from hopper.decode.row_scales import RowScales
 from hopper.decode.rows import HeadRows, TileRows
-from hopper.decode.schedule import TileParts
+from hopper.decode.schedule import HeadsTogether, TileParts, heads_together
 from hopper.decode.softmax import RowSoftmax
 from hopper.decode.swapped_consumer import SwappedConsumer
 from hopper.decode.widener import Widener
@@ -42,6 +42,10 @@ ONE_WARPGROUP = (1, 1, 1)
 COMBINING_CTAS, COMBINING_CTAS_OF_PAIRS = 256, 2048
 """That put parts together, or a little more. Each adds up one row after another. Beside two consumers there is no room
 for them to wait in, and behind them the GPU is theirs."""
+
+
+MOST_ROWS = 4
+"""Of a tile, that such a CTA adds up one after another."""
 
 
 def tiles_of(kv_heads: Int32, rows: Int32, tile_m: int) -> Int32:
@@ -127,7 +131,8 @@ class DecodeKernel:
             atoms.append(atom)
             caches.append(tensor)
         given = lengths, table, leftpad, cu_seqlens_q, max_splits
-        lists = CacheLists.of(c, mK, given, (window_left, window_right, attention_chunk))
+        together = heads_together(mK.shape[2], num_ctas) if const_expr(c.cluster == 1) else 1
+        lists = CacheLists.of(c, mK, given, (window_left, window_right, attention_chunk), together)
         tables = (table,) if const_expr(c.paged) else ()
         of_sinks = (sinks,) if const_expr(c.sinks) else ()
         score_factors, v_factors, row_scales = (), (), ()
@@ -151,7 +156,7 @@ class DecodeKernel:
             score_factors,
             row_scales,
         ).launch(
-            grid=(num_ctas, 1, 1),
+            grid=(together, num_ctas // together, 1) if const_expr(c.cluster == 1) else (num_ctas, 1, 1),
             block=(c.threads, 1, 1),
             cluster=(c.cluster, 1, 1) if const_expr(c.cluster > 1) else None,
             stream=stream,
@@ -159,22 +164,24 @@ class DecodeKernel:
             use_pdl=True,
         )
         if const_expr(c.cluster == 1):
-            self._launch_combine(mQ, mK, lists, outputs, num_ctas, stream)
+            self._launch_combine(mQ, lists, outputs, (together, num_ctas // together), stream)
 
     @cute.jit
     def _launch_combine(
-        self, mQ: cute.Tensor, mK: cute.Tensor, lists: CacheLists, outputs: Outputs, num_ctas: Int32, stream
+        self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, shape: tuple[Int32, Int32], stream
     ):
-        c = self.config
-        ctas, rows = num_ctas, Int32(c.tile_m)
+        """``shape`` are the K/V heads that are visited together, and the pieces of each row."""
+        c, (together, num_pieces) = self.config, shape
+        pieces, rows = num_pieces, Int32(c.tile_m)
         if const_expr(c.layout != VARLEN):
-            of_head = mQ.shape[1] * (mQ.shape[2] // mK.shape[2])
-            ctas = cutlass.min(num_ctas, tiles_of(mQ.shape[0] * mK.shape[2], of_head, c.tile_m))
-            rows = cutlass.min(of_head, rows)
+            of_head = mQ.shape[1] * (mQ.shape[2] // lists.kv_heads)
+            tiles = tiles_of(mQ.shape[0] * lists.heads_of_row, of_head, c.tile_m)
+            pieces, rows = cutlass.min(pieces, tiles), cutlass.min(of_head, rows)
         most = COMBINING_CTAS if const_expr(c.consumers == 1) else COMBINING_CTAS_OF_PAIRS
-        row_ctas = cutlass.min(rows, cutlass.max(most // ctas, 1))
-        self.combine(mQ, lists, outputs, num_ctas).launch(
-            grid=(ctas, row_ctas, 1),
+        row_ctas = cutlass.max(most // (together * pieces), cute.ceil_div(rows, MOST_ROWS))
+        row_ctas = cutlass.min(rows, row_ctas)
+        self.combine(mQ, lists, outputs, num_pieces).launch(
+            grid=(together, pieces, row_ctas),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -214,8 +221,7 @@ class DecodeKernel:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         page_size = caches[0].shape[0]
-        cta = cute.arch.block_idx()[0]
-        work = lists.work(c, mQ, cta, cute.arch.grid_dim()[0], lane, c.cluster)
+        work = self._work(lists, mQ, lane)
         first_producer = c.threads // cute.arch.WARP_SIZE - (
             WARPS_PER_WARPGROUP if const_expr(c.registers) else PRODUCER_WARPS
         )
@@ -248,7 +254,7 @@ class DecodeKernel:
                 softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
                 softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
                 consumer = Consumer(c, self._tiled_mmas(), *wide, softmax, softcaps, thread)
-            parts = PartialResults(c, outputs.parts)
+            parts = PartialResults(c, outputs.parts, work.heads)
             results = Results(c, outputs.o, outputs.lse, outputs.sinks, outputs.factors, parts, work.cta)
             shared = ()
             if const_expr(c.cluster > 1):
@@ -257,24 +263,31 @@ class DecodeKernel:
 
     @cute.kernel
     def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
-        """A CTA for each piece and for each row of the tile that may be begun in it."""
+        """A CTA for each piece of each row of blocks, and for each row of the tile that may be begun in it."""
         c = self.config
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         smem = cutlass.memory.SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((COLUMNS + 3, LANES, WARPS)), 16
         )
-        piece, row, _ = cute.arch.block_idx()
-        work = lists.work(c, mQ, piece, num_pieces, lane)
-        parts = PartialResults(c, outputs.parts)
+        own, piece, row = cute.arch.block_idx()
+        work = lists.work(c, mQ, (piece, num_pieces), HeadsTogether(cute.arch.grid_dim()[0], own), lane)
+        parts = PartialResults(c, outputs.parts, work.heads)
         by_tile = Boolean(False)
         if const_expr(c.layout != VARLEN):
             of_head = mQ.shape[1] * work.batch.group
-            by_tile = tiles_of(mQ.shape[0] * lists.kv_heads, of_head, c.tile_m) <= num_pieces
+            by_tile = tiles_of(mQ.shape[0] * lists.heads_of_row, of_head, c.tile_m) <= num_pieces
         combine = Combine(
             c, work, parts, outputs.o, outputs.lse, outputs.sinks, outputs.factors, smem, warp, lane
         )
         columns = tuple(range(0, c.head_dim_v, COLUMNS_OF_A_CTA))
-        combine.run(by_tile, row, cute.arch.grid_dim()[1], columns)
+        combine.run(by_tile, row, cute.arch.grid_dim()[2], columns)
+
+    def _work(self, lists: CacheLists, mQ: cute.Tensor, lane: Int32) -> Work:
+        """That of this CTA."""
+        c, (x, y, _), (width, height, _) = self.config, cute.arch.block_idx(), cute.arch.grid_dim()
+        if c.cluster > 1:
+            return lists.work(c, mQ, (x, width), HeadsTogether(), lane, c.cluster)
+        return lists.work(c, mQ, (y, height), HeadsTogether(width, x), lane)
 
     @cute.jit
     def _consume(
@@ -300,7 +313,7 @@ class DecodeKernel:
             row_tiles = work.batch.row_tiles(seqlens)
             head = divide(tile, row_tiles)
             first_row = (tile - head * row_tiles) * c.tile_m
-            rows = consumer.rows_of(TileRows(seqlens, first_row, head, work.batch.group))
+            rows = consumer.rows_of(TileRows(seqlens, first_row, work.heads.head(head), work.batch.group))
             if first >= end:
                 if const_expr(c.cluster == 1):
                     results.leave_nothing(rows)

@@ -15,7 +15,7 @@ from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_THREADS
 from hopper.decode.batch import CacheBatch
 from hopper.decode.config import DecodeConfig
-from hopper.decode.schedule import Pieces, TileParts
+from hopper.decode.schedule import HeadsTogether, Pieces, TileParts
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class RawKeys(LoopInvariant):
 class Work(LoopInvariant):
     """What there is to do, and the part of this CTA. No tile has more than ``max_splits`` parts, unless it is None.
 
+    ``batch`` has the tiles of this CTA's row, whose K/V heads ``heads`` names, and ``cta`` is the number of its piece.
     ``own`` is empty, or has the sequence and number of the tile of a cluster: its blocks alone are the row that is cut
     then, for the CTAs of the cluster, and ``cta`` is the number of this one among them.
     """
@@ -100,6 +101,7 @@ class Work(LoopInvariant):
     pieces: Pieces
     max_splits: Int32 | None
     cta: Int32
+    heads: HeadsTogether
     own: tuple[Int32, ...] = ()
 
     def parts(self, start: Int32, blocks: Any) -> TileParts:
@@ -137,20 +139,24 @@ class Outputs(NamedTuple):
 
 
 class CacheLists(NamedTuple):
-    """What a launch is given of its sequences: as ``CacheBatch`` and ``Work`` have it, and the sides of a window."""
+    """What a launch is given of its sequences: as ``CacheBatch`` and ``Work`` have it, and the sides of a window.
+    ``heads_of_row`` are the K/V heads that a CTA visits one after another."""
 
     lengths: cute.Tensor
     starts: tuple
     offsets: tuple
     capacity: Int32
     kv_heads: Int32
+    heads_of_row: Int32
     max_splits: tuple
     sides: tuple
 
     @staticmethod
-    def of(config: DecodeConfig, mK: cute.Tensor, given: tuple, sides: tuple) -> "CacheLists":
+    def of(
+        config: DecodeConfig, mK: cute.Tensor, given: tuple, sides: tuple, together: Any = 1
+    ) -> "CacheLists":
         """Out of what a kernel is given, None for what its config has no use for: lengths, table, leftpad, cu_seqlens_q
-        and max_splits; the sides of a window and the chunk."""
+        and max_splits; the sides of a window and the chunk. ``together`` K/V heads are visited at the same time."""
         lengths, table, leftpad, cu_seqlens_q, max_splits = given
         return CacheLists(
             lengths,
@@ -158,6 +164,7 @@ class CacheLists(NamedTuple):
             (cu_seqlens_q,) if config.layout == VARLEN else (),
             mK.shape[1] * table.shape[1] if config.paged else mK.shape[1],
             mK.shape[2],
+            mK.shape[2] // together,
             (max_splits,) if config.limits_splits else (),
             sides_of(config, *sides),
         )
@@ -166,13 +173,14 @@ class CacheLists(NamedTuple):
         self,
         config: DecodeConfig,
         mQ: cute.Tensor,
-        cta: Int32,
-        ctas: Int32,
+        place: tuple[Int32, Int32],
+        heads: HeadsTogether,
         lane: Int32,
         cluster: int = 1,
     ) -> Work:
-        """The work of one CTA of so many, in clusters that have a tile each, where they have several CTAs."""
-        queries, heads = mQ.shape[0 if config.layout == VARLEN else 1], mQ.shape[len(mQ.shape) - 2]
+        """The work of one CTA. ``place`` are its piece of a row and the pieces of that; with a cluster of several CTAs,
+        which have a tile together, its number and that of all CTAs."""
+        queries, query_heads = mQ.shape[0 if config.layout == VARLEN else 1], mQ.shape[len(mQ.shape) - 2]
         batch = CacheBatch(
             config,
             window_of(config.causal, self.sides),
@@ -181,12 +189,14 @@ class CacheLists(NamedTuple):
             self.offsets,
             queries,
             self.capacity,
-            self.kv_heads,
-            divide(heads, self.kv_heads),
+            self.heads_of_row,
+            divide(query_heads, self.kv_heads),
         )
         max_splits = self.max_splits[0] if self.max_splits else None
         if cluster == 1:
-            return Work(batch, Pieces(batch.all_units(lane), ctas), max_splits, cta)
+            piece, pieces = place
+            return Work(batch, Pieces(batch.all_units(lane), pieces), max_splits, piece, heads)
+        cta = place[0]
         own = batch.tile_at(divide(cta, cluster))
         blocks = batch.blocks(batch.seqlens(own[0])).count
-        return Work(batch, Pieces(blocks, cluster), max_splits, cta % cluster, own)
+        return Work(batch, Pieces(blocks, cluster), max_splits, cta % cluster, heads, own)

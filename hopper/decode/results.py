@@ -13,7 +13,7 @@ from cute_kernels.softmax import LN_2
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.decode.consumer import Consumer
 from hopper.decode.rows import HeadRows, TileRows
-from hopper.decode.schedule import TileParts
+from hopper.decode.schedule import HeadsTogether, TileParts
 
 LOG2_E = math.log2(math.e)
 
@@ -74,11 +74,13 @@ class PartialResults(LoopInvariant):
 
     config: DecodeConfig
     tensor: cute.Tensor
+    heads: HeadsTogether
 
     @cute.jit
-    def slot(self, cta: Int32, begins_tile: Boolean) -> Int32:
-        """That of a CTA: of the tile that it begins, or of the one that it finds begun."""
-        return PARTS_PER_CTA * cta + (Int32(1) if begins_tile else Int32(0))
+    def slot(self, piece: Int32, begins_tile: Boolean) -> Int32:
+        """That of the CTA with a piece of this CTA's row: of the tile that it begins, or of the one that it finds
+        begun."""
+        return PARTS_PER_CTA * self.heads.cta(piece) + (Int32(1) if begins_tile else Int32(0))
 
     def rows(self, slot: Int32) -> cute.Tensor:
         """(head_dim_v, tile_m)"""

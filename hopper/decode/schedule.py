@@ -6,6 +6,9 @@ same number of bytes, whatever the lengths, and none is idle while another works
 a part is put together by another kernel (``combine``). (The idea is that of Stream-K, Osama et al., PPoPP 2023;
 FlashMLA and FlashInfer share out decoding in this way.)
 
+There is such a row for each of some K/V heads (``HeadsTogether``), all of the same lengths, and as many CTAs side by
+side have the same piece of them.
+
 Plain arithmetic on integers: the same functions serve the kernel (traced) and the host tests (Python ints).
 """
 
@@ -42,6 +45,38 @@ class Pieces(LoopInvariant):
         """Of most pieces, and how many are a block longer."""
         base = divide(self.units, self.ctas)
         return base, self.units - base * self.ctas
+
+
+MOST_TOGETHER = 16
+"""Neighbouring K/V heads: enough for 2 KB of keys side by side in memory."""
+
+
+def heads_together(kv_heads: Any, ctas: Any) -> Any:
+    """The most K/V heads, up to MOST_TOGETHER, such that as many CTAs visit each of them at the same time: a divisor of
+    both counts."""
+    most = 1
+    for count in range(2, MOST_TOGETHER + 1):
+        divides = 1 - minimum(kv_heads % count + ctas % count, 1)
+        most = maximum(most, count * divides)
+    return most
+
+
+@dataclass(frozen=True)
+class HeadsTogether(LoopInvariant):
+    """``count`` neighbouring K/V heads, which as many neighbouring CTAs visit at the same keys; ``own`` is the number
+    of this CTA's among them. What they have side by side in memory is read at about the same time, and all of them have
+    as many tiles."""
+
+    count: Any = 1
+    own: Any = 0
+
+    def head(self, number: Any) -> Any:
+        """The K/V head that is number ``number`` of this CTA's."""
+        return number * self.count + self.own
+
+    def cta(self, piece: Any) -> Any:
+        """That which has a piece of this CTA's row."""
+        return piece * self.count + self.own
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from hopper.decode.masks import RowMask
 from hopper.decode.operands import CacheLists, Outputs, RawKeys, Work
 from hopper.decode.results import PartialResults
 from hopper.decode.rows import TileRows
+from hopper.decode.schedule import HeadsTogether
 from hopper.decode.softmax import RowSoftmax
 from hopper.mla.config import CONSUMERS, REGISTERS, MlaConfig, validate_mla_config
 from hopper.mla.producer import MlaProducer
@@ -166,7 +167,7 @@ class MlaKernel:
         if const_expr(c.cluster > 1):
             piece = piece // c.cluster
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        work = lists.work(c, queries[0], piece, cute.arch.grid_dim()[0] // c.cluster, lane)
+        work = lists.work(c, queries[0], (piece, cute.arch.grid_dim()[0] // c.cluster), HeadsTogether(), lane)
         first_producer = CONSUMERS * WARPS_PER_WARPGROUP
         if warp >= first_producer:
             cute.arch.setmaxregister_decrease(REGISTERS.producer)
@@ -181,8 +182,8 @@ class MlaKernel:
             sP = storage.p.get_tensor(self._p_layout().outer, swizzle=self._p_layout().inner)[None, None, 0]
             exchanged = WideSmem(sP, storage.factors.get_tensor(cute.make_layout(WARPGROUP_ROWS)))
             exchange = Exchange(exchanged, warp_in_group, lane)
-            parts = PartialResults(c, outputs.parts)
-            results = MlaResults(c, outputs.o, outputs.lse, outputs.sinks, parts, piece)
+            parts = PartialResults(c, outputs.parts, work.heads)
+            results = MlaResults(c, outputs.o, outputs.lse, outputs.sinks, parts, work.cta)
             place = warp_in_group, lane, rank * WARPGROUP_ROWS
             if warp < WARPS_PER_WARPGROUP:
                 softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
@@ -208,8 +209,8 @@ class MlaKernel:
             Float32, cute.make_layout((COLUMNS + 3, LANES, WARPS)), 16
         )
         piece, row, columns = cute.arch.block_idx()
-        work = lists.work(c, mQ, piece, num_pieces, lane)
-        parts = PartialResults(c, outputs.parts)
+        work = lists.work(c, mQ, (piece, num_pieces), HeadsTogether(), lane)
+        parts = PartialResults(c, outputs.parts, work.heads)
         by_tile = Boolean(False)
         if const_expr(c.layout != VARLEN):
             of_head = mQ.shape[1] * work.batch.group
@@ -283,7 +284,7 @@ class MlaKernel:
         row_tiles = work.batch.row_tiles(seqlens)
         head = divide(tile, row_tiles)
         first = (tile - head * row_tiles) * self.config.tile_m
-        return CtaRows(self.config, TileRows(seqlens, first, head, work.batch.group), *place)
+        return CtaRows(self.config, TileRows(seqlens, first, work.heads.head(head), work.batch.group), *place)
 
     def _make_pipelines(self, storage) -> WidePipelines:
         """Those of the table in the docstring of the class; there is none of Q."""

@@ -23,6 +23,11 @@ class MlaProducer(Producer):
     values: tuple[RawKeys, RawKeys]
     place: Place
 
+    @property
+    def at_once(self) -> int:
+        """More would need more than the 40 registers of a producer."""
+        return 1
+
     @cute.jit
     def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
         """K, then the halves of V in the order in which they become free."""

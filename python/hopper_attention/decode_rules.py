@@ -26,16 +26,18 @@ from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.layout import Repair, repair_for
 
 CTA_STEP = 16
-"""Pieces are a multiple of it, where there are so many. So heads of a sequence, of which there are 2, 4, 8 or 16 as a
-rule, are read at the same keys at the same time, and what they have side by side in memory is fetched together."""
+"""CTAs are a multiple of it, where there are so many. So K/V heads of a sequence, of which there are 2, 4, 8 or 16 as a
+rule, are read at the same keys at the same time (``heads_together``), and what they have side by side in memory is
+fetched together. Where there are 3, 5 or 12, up to 16, CTAs are a multiple of these (``decode_heads.json``)."""
 
 MAX_PARTS = 64
 """Of a tile, for launches of few tiles: beyond that, putting parts together costs more than reading sooner gains."""
 
 
-def ctas_of_pieces(multiprocessors: int, tiles: int) -> int:
+def ctas_of_pieces(multiprocessors: int, tiles: int, kv_heads: int = 1) -> int:
     """CTAs among which the keys of a launch of so many tiles are shared out."""
-    most = multiprocessors // CTA_STEP * CTA_STEP or multiprocessors
+    step = kv_heads if kv_heads < CTA_STEP and CTA_STEP % kv_heads else CTA_STEP
+    most = multiprocessors // step * step or multiprocessors
     return max(min(most, MAX_PARTS * tiles), 1)
 
 

@@ -55,7 +55,7 @@ def packed_cost(call: CacheCall) -> float:
     """Time of the decode kernel for a key of all sequences, in tiles of the forward kernel on one multiprocessor."""
     shape = call.shape
     tiles = shape.kv_heads * _tiles(shape, shape.heads // shape.kv_heads, select_decode(call).tile_m)
-    return TILE_COST * tiles / ctas_of_pieces(MULTIPROCESSORS, tiles)
+    return TILE_COST * tiles / ctas_of_pieces(MULTIPROCESSORS, tiles, shape.kv_heads)
 
 
 def unpacked_cost(shape: CacheShape, in_place: bool) -> float:

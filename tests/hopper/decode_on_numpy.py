@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
+from hopper.decode.schedule import heads_together
 from hopper.mla.config import MlaConfig
 from tests.hopper.hopper_machine import AT_ONCE, Program, TensorMap, Timing, parse
 from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, row_map, storage_of
@@ -154,15 +155,31 @@ class Step:
         for scales in of_rows:
             arguments.tensor(scales, tuple(scales.shape), scales.stride())
         cluster_of_pieces = c.cluster if isinstance(c, DecodeConfig) else cluster
-        arguments.launch(kernel, (cluster * launch.ctas, 1, 1), launch.timing, cluster_of_pieces)
+        together, pieces = self._together, launch.ctas // self._together
+        is_in_clusters = cluster_of_pieces > 1 or not isinstance(c, DecodeConfig)
+        grid = (cluster * launch.ctas, 1, 1) if is_in_clusters else (together, pieces, 1)
+        arguments.launch(kernel, grid, launch.timing, cluster_of_pieces)
 
         for combine in combines:
             arguments = Arguments()
             add_tensors(arguments, self.queries.q)
             self._add_lists_and_outputs(arguments, outputs, parts)
-            arguments.add(launch.ctas)
-            arguments.launch(combine, (self._combining_ctas(), launch.row_ctas, columns))
+            arguments.add(pieces)
+            ctas = self._combining_ctas()
+            grid = (
+                (together, ctas // together, launch.row_ctas)
+                if isinstance(c, DecodeConfig)
+                else (ctas, launch.row_ctas, columns)
+            )
+            arguments.launch(combine, grid)
         return lse
+
+    @property
+    def _together(self) -> int:
+        """K/V heads that are visited at the same time."""
+        c = self.config
+        is_apart = not isinstance(c, DecodeConfig) or c.cluster > 1
+        return 1 if is_apart else heads_together(self.cache.k.shape[2], self.launch.ctas)
 
     def _add_lists_and_outputs(
         self, arguments: Arguments, outputs: tuple[Tensor, ...], parts: Tensor
@@ -175,7 +192,8 @@ class Step:
         add_tensors(arguments, *([cache.leftpad] if c.leftpad else []))
         if packed is not None:
             add_tensors(arguments, torch.tensor(packed.cu_seqlens, dtype=torch.int32))
-        arguments.add(cache.capacity, cache.k.shape[2])
+        kv_heads = cache.k.shape[2]
+        arguments.add(cache.capacity, kv_heads, kv_heads // self._together)
         if c.limits_splits:
             arguments.add(self.launch.max_splits)
         arguments.add(*self.sides)

@@ -229,6 +229,11 @@ CASES = {
     "one CTA, one sequence empty": Case(PAGED, (1,), (70, 0, 33), 16, Launch(1)),
     "parts of tiles, by piece": Case(PAGED, (1,), (170, 0, 33), 16, Launch(3, timing=LATE)),
     "parts of tiles, by tile": Case(PAGED, (1,), (330, 70), 48, Launch(7, row_ctas=1)),
+    "two K/V heads together, by piece": Case(PAGED, (1,), (170, 0, 33, 90), 16, Launch(6, timing=LATE)),
+    "four of eight K/V heads together, by tile": Case(PAGED, (1,), (330,), 16, Launch(12), (8, 8)),
+    "pages that are looked up anew, three K/V heads together": Case(
+        PAGED, (1,), (700, 1100), 16, Launch(6, timing=LATE), (3, 3)
+    ),
     "no tile in parts": Case(PAGED, (1,), (170, 0, 33), 16, Launch(7, max_splits=1)),
     "tiles in two parts at most": Case(PAGED, (1,), (330, 33), 32, Launch(7, max_splits=2, timing=LATE)),
     "more CTAs than blocks, more queries than keys": Case(PAGED, (3,), (40, 2), 16, Launch(11), (6, 2)),
@@ -277,6 +282,7 @@ CASES = {
         PACKED, (2, 0, 5, 1), (130, 40, 0, 50), 16, Launch(3)
     ),
     "packed, in two parts": Case(PACKED, (1, 20, 0), (100, 65, 3), 16, Launch(7, 2, timing=LATE)),
+    "packed, two K/V heads together": Case(PACKED, (1, 20, 0), (100, 65, 3), 16, Launch(6, timing=LATE)),
     "packed, no query at all": Case(PACKED, (0, 0), (40, 20), 16, Launch(3)),
     "chunks, wide values": Case(CHUNKED, (1, 40), (100, 130), 24, Launch(3), sides=(60, 0, 48)),
     "chunks, wide values of fewer columns, late": Case(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from itertools import pairwise, product
@@ -10,7 +11,14 @@ import pytest
 
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.window import CAUSAL, EVERYTHING, NO_LIMIT, Window
-from hopper.decode.schedule import Pieces, SequenceBlocks, TileParts
+from hopper.decode.schedule import (
+    MOST_TOGETHER,
+    HeadsTogether,
+    Pieces,
+    SequenceBlocks,
+    TileParts,
+    heads_together,
+)
 
 TILE_N = 4
 
@@ -75,6 +83,37 @@ def test_a_part_is_the_piece_where_parts_are_not_limited() -> None:
             for cta in range(ctas + 1):
                 inside = parts.pieces.begin(cta) - parts.start
                 assert parts.begin(cta) == min(max(inside, 0), parts.blocks)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 5, 6, 8, 12, 32, 40])
+@pytest.mark.parametrize("ctas", [1, 6, 64, 112, 128, 132])
+def test_neighbouring_ctas_visit_the_same_keys_of_neighbouring_heads(kv_heads: int, ctas: int) -> None:
+    """All blocks of all heads are visited once, by CTAs with as many blocks as each other."""
+    lengths = [7, 1, 30, 2, 11]
+    count = heads_together(kv_heads, ctas)
+    assert count == max(n for n in range(1, MOST_TOGETHER + 1) if math.gcd(kv_heads, ctas) % n == 0)
+    together = [HeadsTogether(count, cta % count) for cta in range(ctas)]
+    row = [
+        (sequence, number, block)
+        for sequence, blocks in enumerate(lengths)
+        for number in range(kv_heads // count)
+        for block in range(blocks)
+    ]
+    pieces = Pieces(len(row), ctas // count)
+    visited, work = [], []
+    for cta, heads in enumerate(together):
+        assert heads.cta(cta // count) == cta
+        own = row[pieces.begin(cta // count) : pieces.begin(cta // count + 1)]
+        visited += [(sequence, heads.head(number), block) for sequence, number, block in own]
+        work.append(own)
+    everything = (
+        (s, head, block) for s, n in enumerate(lengths) for head in range(kv_heads) for block in range(n)
+    )
+    assert sorted(visited) == sorted(everything)
+    assert max(map(len, work)) - min(map(len, work)) <= 1
+    for first in range(0, ctas, count):
+        assert all(own == work[first] for own in work[first : first + count])
+        assert [heads.head(0) for heads in together[first : first + count]] == list(range(count))
 
 
 WINDOWS = {

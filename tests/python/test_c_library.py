@@ -159,7 +159,7 @@ def test_decoding_steps_get_the_kernel_that_python_selects(library: Library) -> 
             continue
         config = select_decode(call)
         assert found == config.name, (p, rows, pages, e4m3)
-        ctas = ctas_of_pieces(132, rows[0] * p["heads"][1])
+        ctas = ctas_of_pieces(132, rows[0] * p["heads"][1], p["heads"][1])
         floats = PARTS_PER_CTA * ctas * config.part_floats + rows[0] * p["heads"][0] * rows[1]
         assert library.workspace_size_of(params) == HEAD + 4 * floats
         chosen.add(kind_of_decode(config))

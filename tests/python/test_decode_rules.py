@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import PAIRED_TILE_M, DecodeConfig, takes_clusters
+from hopper.decode.schedule import heads_together
 from hopper_attention import decode_rules, driver, explain_kvcache
 from hopper_attention.backends import Target
 from hopper_attention.decode_rules import (
@@ -349,6 +350,24 @@ def test_ctas_of_pieces(multiprocessors: int, ctas: int) -> None:
     assert ctas_of_pieces(multiprocessors, 2) == ctas
     assert ctas_of_pieces(multiprocessors, 1) == min(ctas, MAX_PARTS)
     assert ctas % CTA_STEP == 0 or multiprocessors < CTA_STEP
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ctas", "together"),
+    [
+        (1, 128, 1),
+        (4, 128, 4),
+        (5, 130, 5),
+        (7, 126, 7),
+        (8, 128, 8),
+        (12, 132, 12),
+        (24, 128, 8),
+        (32, 128, 16),
+    ],
+)
+def test_ctas_for_all_heads_of_a_sequence(kv_heads: int, ctas: int, together: int) -> None:
+    assert ctas_of_pieces(132, 1000, kv_heads) == ctas
+    assert heads_together(kv_heads, ctas) == together
 
 
 def table(arguments: dict[str, Any]) -> Tensor:

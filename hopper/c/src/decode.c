@@ -131,7 +131,9 @@ static int64_t lse_floats(const ha_decode_params *p) { return p->batch * p->head
 
 /* CTAs among which the keys are shared out, on a GPU of so many multiprocessors. */
 static int64_t count_ctas(const ha_decode_params *p, int multiprocessors) {
-  const int whole = multiprocessors / DECODE_CTA_STEP * DECODE_CTA_STEP;
+  const int heads = (int)p->kv_heads;
+  const int step = heads < DECODE_CTA_STEP && DECODE_CTA_STEP % heads ? heads : DECODE_CTA_STEP;
+  const int whole = multiprocessors / step * step;
   const int64_t most = whole ? whole : multiprocessors, useful = DECODE_MAX_PARTS * p->batch * p->kv_heads;
   return useful < most ? useful : most;
 }

@@ -158,7 +158,11 @@ def _launcher(call: CacheCall, config: DecodeConfig | MlaConfig) -> DecodeLaunch
         pieces = pieces_of(config, call, multiprocessors)
     else:
         tiles = call.shape.batch * call.shape.kv_heads * -(-call.shape.rows_a_kv_head // config.tile_m)
-        pieces = ctas_of_pieces(multiprocessors, tiles) if config.cluster == 1 else tiles * config.cluster
+        pieces = (
+            ctas_of_pieces(multiprocessors, tiles, call.shape.kv_heads)
+            if config.cluster == 1
+            else tiles * config.cluster
+        )
     return DecodeLauncher(
         index,
         config,
