@@ -30,7 +30,7 @@ class BlockRange:
         """One past the last block with a visible key; at least 1, so that a row without keys is still written."""
         n_end = ceil_div(seqlens.seqlen_k, self.tile_n)
         if self.window.has_right:
-            last_row_keys = self._keys_end((m_block + 1) * self.tile_m, seqlens)
+            last_row_keys = self.keys_end((m_block + 1) * self.tile_m, seqlens)
             n_end = minimum(n_end, ceil_div(last_row_keys, self.tile_n))
         return maximum(n_end, 1)
 
@@ -38,7 +38,7 @@ class BlockRange:
         """One past the last block in which no row of the tile has a last key that it sees, or the sequence an end."""
         n_full = seqlens.seqlen_k // self.tile_n
         if self.window.has_right:
-            first_row_keys = self._keys_end(m_block * self.tile_m + 1, seqlens)
+            first_row_keys = self.keys_end(m_block * self.tile_m + 1, seqlens)
             n_full = minimum(n_full, maximum(first_row_keys, 0) // self.tile_n)
         return n_full
 
@@ -59,7 +59,7 @@ class BlockRange:
         """That the row sees; negative where it sees all from the first on."""
         return first_key(self.window, row + seqlens.seqlen_k - seqlens.seqlen_q)
 
-    def _keys_end(self, row_end: Any, seqlens: SeqlenInfo) -> Any:
+    def keys_end(self, row_end: Any, seqlens: SeqlenInfo) -> Any:
         """One past the last key that the row before ``row_end`` sees."""
         return keys_end(self.window, row_end + seqlens.seqlen_k - seqlens.seqlen_q)
 
@@ -136,6 +136,16 @@ class PartOfBlocks(KeyBlocks):
         if whole.window.has_left:
             begin += (own.begin(number, seqlens) - begin) * has_query
         return PartOfBlocks(own, number, seqlens, end, begin, of_tile)
+
+    @property
+    def keys_of_first(self) -> Any:
+        """Of the block that the part visits first, keys up to the last one that a row of it sees."""
+        keys = self.seqlens.seqlen_k
+        if self.window.has_right:
+            keys = minimum(
+                keys, self.block_range.keys_end((self.m_block + 1) * self.block_range.tile_m, self.seqlens)
+            )
+        return keys - self.last * self.block_range.tile_n
 
     @property
     def left_out_before(self) -> Any:

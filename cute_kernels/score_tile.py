@@ -67,6 +67,23 @@ class Alibi(LoopInvariant):
                     rows[r, (e, j)] = distance * self.slope + rows[r, (e, j)]
 
 
+class ColumnAlibi(Alibi):
+    """The same under a causal mask in two parts: ``apply`` adds what the place of a column in the block decides, and
+    ``of_rows`` has the rest, which is one number for each of the thread's rows."""
+
+    def apply(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        rows = as_rows(acc_S)
+        for r in range(ROWS_PER_THREAD):
+            for j in range(rows.shape[1][1]):
+                for e in range(rows.shape[1][0]):
+                    rows[r, (e, j)] = Float32(COLUMNS_PER_GROUP * j + e) * self.slope + rows[r, (e, j)]
+
+    def of_rows(self, n_block: Int32) -> tuple[Float32, ...]:
+        """What is left to add to the thread's rows of key block ``n_block``: the bias of its first column."""
+        first = n_block * self.mask.tile_n + self.mask.col
+        return tuple(Float32(first - self.mask.level(r)) * self.slope for r in range(ROWS_PER_THREAD))
+
+
 @dataclass(frozen=True)
 class FunctionRules(LoopInvariant):
     """A user's functions and the ``tensors`` that they read. What the accumulator holds, times ``scale``, is a score
@@ -131,7 +148,8 @@ class ScoreRules(LoopInvariant):
 
     Each tuple is empty or of one: ``softcap`` the one for all tiles, ``slopes`` the tensor (batch, heads) of ALiBi,
     ``dropout`` that of P, ``functions`` the user's. ``inverse_scale`` is 1 / softmax_scale, or 1 / cap with a softcap:
-    the unit of what the accumulator holds when ALiBi is added, since the scale comes later.
+    the unit of what the accumulator holds when ALiBi is added, since the scale comes later. ``alibi`` is how it is
+    added.
     """
 
     softcap: tuple
@@ -139,6 +157,7 @@ class ScoreRules(LoopInvariant):
     inverse_scale: Float32 | float
     dropout: tuple[Dropout, ...] = ()
     functions: tuple[FunctionRules, ...] = ()
+    alibi: type[Alibi] = Alibi
 
     def tile(self, mask: TileMask, head: Int32, batch: Int32) -> "ScoreTile":
         """What is done to the scores of a thread's rows of one tile, and to its P."""
@@ -156,7 +175,7 @@ class ScoreRules(LoopInvariant):
         for slopes in self.slopes:
             # Rows that belong to no sequence stand behind the last one.
             slope = slopes[cutlass.min(batch, slopes.shape[0] - 1), head]
-            changes = (*changes, Alibi(mask, slope * self.inverse_scale))
+            changes = (*changes, self.alibi(mask, slope * self.inverse_scale))
         return *changes, *(functions.for_tile(mask, head, batch) for functions in self.functions)
 
 
@@ -191,6 +210,15 @@ class ScoreTile(LoopInvariant):
         """What is done before the mask, in every block."""
         for change in self.changes:
             change.apply(acc_S, n_block)
+
+    def row_bias(self, n_block: Int32) -> tuple[Float32, ...]:
+        """What ``finish`` leaves to be added to the scores of each of the thread's rows; () for nothing."""
+        return tuple(
+            bias
+            for last in self.changes[-1:]
+            if isinstance(last, ColumnAlibi)
+            for bias in last.of_rows(n_block)
+        )
 
     def kept(self, n_block: Int32) -> tuple[Kept, ...]:
         """What dropout keeps of key block ``n_block``; nothing where there is none."""

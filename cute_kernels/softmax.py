@@ -24,11 +24,13 @@ class OnlineSoftmax(LoopInvariant):
     ``row_max`` is the maximum of S before scaling and ``shift`` the same after, rounded once and finite: it is what
     exponents are measured from. ``row_scale`` is the factor by which everything summed before the current block must
     shrink. ``row_sum`` is this thread's share of the sum, added up over the four lanes of the row only once, in
-    ``finalize``. ``scale_log2`` is softmax_scale * log2(e).
+    ``finalize``. ``scale_log2`` is softmax_scale * log2(e). ``bias`` is empty, or what the scores of the block at hand
+    lack in each row.
     """
 
     def __init__(self, scale_log2: Float32):
         self.scale_log2 = scale_log2
+        self.bias: tuple[Float32, ...] = ()
         self.row_max, self.shift, self.row_sum, self.row_scale = (
             cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(4)
         )
@@ -39,6 +41,11 @@ class OnlineSoftmax(LoopInvariant):
 
     def enter_block(self, slot: Int32):
         """Called once a key block, while its scores are being computed. ``slot`` is where its scales lie."""
+
+    def take_bias(self, bias: tuple[Float32, ...]):
+        """Called once a key block, before ``enter_block``: what is to be added to each score of a thread's rows, or
+        nothing."""
+        self.bias = bias
 
     def take_second_row(self, acc_S: cute.Tensor):
         """Called once a block but the first, after the exponentials of a thread's first row: what is left to do for its
@@ -56,10 +63,20 @@ class OnlineSoftmax(LoopInvariant):
         scores = as_rows(acc_S)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             start = -Float32.inf if const_expr(is_first) else self.row_max[r]
-            row_max = max_over_lanes(maximum_of(scores[r, None], start), LANES_PER_ROW)
+            row_max = max_over_lanes(self._largest(scores[r, None], r, start), LANES_PER_ROW)
             shift = cute.arch.fmax(multiply_rounded(row_max, self.scale_log2), Float32(LEAST))
             self._move_shift(r, shift, is_first)
             self.row_max[r] = row_max
+
+    def _largest(self, scores: cute.Tensor, r: int, start: Float32) -> Float32:
+        """Of row ``r`` in this thread, with its bias, and of ``start``."""
+        if not self.bias:
+            return maximum_of(scores, start)
+        return cute.arch.fmax(maximum_of(scores, -Float32.inf) + self.bias[r], start)
+
+    def _base(self, r: int) -> Float32:
+        """What is subtracted from a scaled score of row ``r`` for its exponent."""
+        return self.shift[r] - self.bias[r] * self.scale_log2 if self.bias else self.shift[r]
 
     @cute.jit
     def _move_shift(self, r: cutlass.Constexpr[int], shift: Float32, is_first: cutlass.Constexpr[bool]):
@@ -101,7 +118,7 @@ class OnlineSoftmax(LoopInvariant):
         large to take single exponentials without rounding them off.
         """
         row = as_rows(acc_S)[r, None]
-        row.store(row.load() * self.scale_log2 - self.shift[r])
+        row.store(row.load() * self.scale_log2 - self._base(r))
         for i in cutlass.range_constexpr(cute.size(row)):
             row[i] = exp2(row[i])
         self.row_sum[r] = self.row_sum[r] + pin(row.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0))

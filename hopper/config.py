@@ -125,10 +125,26 @@ class ForwardConfig:
     @property
     def walks_apart(self) -> bool:
         """Whether a consumer warpgroup visits the key blocks that its own rows see, and leaves out the others of its
-        tile. A tile of three warpgroups is so high that this shows under a mask, and where they take no turns, none
-        waits for one that has left. Without a mask only warpgroups without a query would leave blocks out."""
+        tile. Under a mask this shows where a tile has three warpgroups, or is higher than a block is wide; and where
+        they take no turns, none waits for one that has left. Without a mask only warpgroups without a query would leave
+        blocks out. Of two warpgroups in e4m3 it has not been measured."""
         is_masked = self.causal or self.window
-        return is_masked and self.consumers > 2 and self.warp_specialized and not self.ping_pong
+        is_low_in_16_bits = self.consumers == 2 and self.tile_n < self.tile_m and self.element_bytes == 2
+        is_high = self.consumers > 2 or is_low_in_16_bits
+        return is_masked and is_high and self.warp_specialized and not self.ping_pong
+
+    @property
+    def halves_first_block(self) -> bool:
+        """Whether only the first half of the block that a warpgroup visits first is worked on, where its rows see no
+        more of it: of every second warpgroup under a causal mask, as a block is twice as wide as a warpgroup is high.
+        What else is in the softmax's way takes the registers."""
+        return self.walks_apart and self.tile_n == 2 * WARPGROUP_ROWS and self.compares_bits
+
+    @property
+    def adds_row_bias_late(self) -> bool:
+        """Whether a score gets only what its column adds of ALiBi. What is left, one number for a row of a block, is
+        added to the row's maximum and subtracted from its exponents."""
+        return self.alibi and self.causal and self.element_bytes == 2 and not (self.functions or self.softcap)
 
     @property
     def consumers(self) -> int:

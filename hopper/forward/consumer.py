@@ -12,7 +12,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.score_tile import ScoreTile
 from cute_kernels.softmax import OnlineSoftmax
-from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig
 from hopper.forward.barriers import PingPong
 from hopper.forward.consumer_loads import NoConsumerLoads
 from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
@@ -102,7 +102,7 @@ class Consumer(LoopInvariant):
     ) -> PipelineState:
         """Two-stage pipeline: S of the next block is in flight while P V of this one is, and the softmax of the
         next runs under P V of this (FlashAttention-3, algorithm 2)."""
-        self._first_scores(scores, blocks.last, kv_state)
+        self._first_block(scores, blocks, kv_state)
         n_block = blocks.end - 2
         if const_expr(blocks.window.has_right):
             for _ in cutlass.range(blocks.right_masked(unmasked), unroll=1):
@@ -145,11 +145,28 @@ class Consumer(LoopInvariant):
         return kv_state
 
     @cute.jit
-    def _first_scores(self, scores: ScoreTile, n_block: Int32, kv_state: PipelineState):
-        """S and P of the first block, which is always masked: it holds the end of the sequence."""
-        acc_S = self._make_acc_S()
+    def _first_block(self, scores: ScoreTile, blocks: KeyBlocks, kv_state: PipelineState):
+        """S and P of the block that is visited first; of its first half alone where the rows see no more of it."""
+        if const_expr(self.config.halves_first_block):
+            if blocks.keys_of_first <= self.config.tile_n // 2:
+                # What the second half adds to P V.
+                cute.recast_tensor(self.tOrP, Int32).fill(0)
+                self._first_scores(scores, blocks.last, kv_state, self.config.tile_n // 2)
+            else:
+                self._first_scores(scores, blocks.last, kv_state)
+        else:
+            self._first_scores(scores, blocks.last, kv_state)
+
+    @cute.jit
+    def _first_scores(
+        self, scores: ScoreTile, n_block: Int32, kv_state: PipelineState, keys: cutlass.Constexpr[int] = 0
+    ):
+        """S and P of the first block, which is always masked: it holds the end of the sequence. Of its first ``keys``
+        alone, if they are given."""
+        acc_S = self._make_acc_S(keys)
         self.pipes.k.consumer_wait(kv_state)
         products = self._start_scores(acc_S, kv_state)
+        self.softmax.take_bias(scores.row_bias(n_block))
         self.softmax.enter_block(consumer_slot(kv_state))
         kept = scores.kept(n_block)
         warpgroup.wait_group(0)
@@ -182,6 +199,7 @@ class Consumer(LoopInvariant):
         self.output.enter_product()
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
+        self.softmax.take_bias(scores.row_bias(n_block))
         self.softmax.enter_block(consumer_slot(k_state))
         kept = scores.kept(n_block)
         # All but the last group: S has come, and P V may still run.
@@ -258,6 +276,7 @@ class Consumer(LoopInvariant):
         self.pipes.k.consumer_wait(kv_state)
         self.ping_pong.take_turn()
         products = self._start_scores(acc_S, kv_state)
+        self.softmax.take_bias(scores.row_bias(n_block))
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
         self._finish_scores(acc_S, products, kv_state)
@@ -283,7 +302,9 @@ class Consumer(LoopInvariant):
 
     def _start_scores(self, acc_S: cute.Tensor, kv_state: PipelineState) -> tuple:
         """Issue Q K^T of a block. Returns what ``_finish_scores`` is to add to it, where there is something."""
-        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        is_half = cute.size(acc_S) * WARPGROUP_THREADS < WARPGROUP_ROWS * self.config.tile_n
+        qk = self.mmas.half_qk[0] if is_half else self.mmas.qk
+        issue_gemm(qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
         return ()
 
     def _finish_scores(self, acc_S: cute.Tensor, products: tuple, kv_state: PipelineState):
@@ -295,11 +316,11 @@ class Consumer(LoopInvariant):
         if const_expr(not self.config.o_shares_q):
             self.pipes.q.consumer_release(q_state(self.config, self.wg, q_phase))
 
-    def _make_acc_S(self) -> cute.Tensor:
-        qk = self.mmas.qk
-        return cute.make_rmem_tensor(
-            qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), qk.op.acc_dtype
-        )
+    def _make_acc_S(self, keys: int = 0) -> cute.Tensor:
+        """Registers for the scores of a block, or of so many ``keys``, which are half of it."""
+        qk = self.mmas.half_qk[0] if keys else self.mmas.qk
+        shape = WARPGROUP_ROWS, keys or self.config.tile_n
+        return cute.make_rmem_tensor(qk.partition_shape_C(shape), qk.op.acc_dtype)
 
     @cute.jit
     def _exponentiate(

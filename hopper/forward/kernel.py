@@ -25,7 +25,14 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange, PartOfBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
-from cute_kernels.score_tile import ScoreRules, SoftCap, function_rules, scale_after_functions
+from cute_kernels.score_tile import (
+    Alibi,
+    ColumnAlibi,
+    ScoreRules,
+    SoftCap,
+    function_rules,
+    scale_after_functions,
+)
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
@@ -281,7 +288,8 @@ class ForwardKernel:
             inverse_scale = Float32(math.log2(math.e)) / scale_log2
         functions = function_rules(c.functions, captured, scale_log2)
         softcaps = tuple(SoftCap(factor, is_precise) for factor in caps)
-        rules = ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout), functions)
+        alibi = ColumnAlibi if c.adds_row_bias_late else Alibi
+        rules = ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout), functions, alibi)
         scale_log2 = scale_after_functions(c.functions, scale_log2)
         pages = tuple(Pages(*each) for each in pages)
         work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules, lists, pages)
@@ -430,16 +438,20 @@ class ForwardKernel:
     def _tiled_mmas(self) -> Mmas:
         """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
         c = self.config
-        qk = hopper_helpers.make_trivial_tiled_mma(
+        half = (self._qk_mma(c.tile_n // 2),) if c.halves_first_block else ()
+        return Mmas(self._qk_mma(c.tile_n), self._pv_mma(c.head_dim_v), half)
+
+    def _qk_mma(self, keys: int) -> cute.TiledMma:
+        """Q K^T of so many keys."""
+        return hopper_helpers.make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,
-            DSL_DTYPES[c.score_dtype],
+            DSL_DTYPES[self.config.score_dtype],
             ONE_WARPGROUP,
-            (WARPGROUP_ROWS, c.tile_n),
+            (WARPGROUP_ROWS, keys),
         )
-        return Mmas(qk, self._pv_mma(c.head_dim_v))
 
     def _pv_mma(self, columns: int) -> cute.TiledMma:
         """P V in so many columns of V."""

@@ -42,10 +42,12 @@ class Pipelines(NamedTuple):
 
 
 class Mmas(NamedTuple):
-    """The tiled MMAs of S = Q K^T and O += P V, each for one warpgroup."""
+    """The tiled MMAs of S = Q K^T and O += P V, each for one warpgroup; ``half_qk`` is empty, or has that of the first
+    half of a block's keys."""
 
     qk: cute.TiledMma
     pv: cute.TiledMma
+    half_qk: tuple[cute.TiledMma, ...] = ()
 
 
 @dataclass(frozen=True)

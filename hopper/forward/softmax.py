@@ -37,7 +37,9 @@ class WithComparedBits(OnlineSoftmax):
 
     def enter_block(self, slot: Int32):
         smaller = cute.arch.fmin(self.row_max[0], self.row_max[1])
-        self.compares_bits = cute.arch.vote_all_sync(smaller > Float32(0.0))
+        # A row's bias alone stands for scores that are all negative, and must not be taken for a maximum.
+        least = cute.arch.fmax(Float32(0.0), cute.arch.fmax(*self.bias)) if self.bias else Float32(0.0)
+        self.compares_bits = cute.arch.vote_all_sync(smaller > least)
 
     def take_scores(self, acc_S: cute.Tensor, is_first: bool):
         if is_first:
@@ -54,34 +56,46 @@ class WithComparedBits(OnlineSoftmax):
     @cute.jit
     def _take_both_rows(self, acc_S: cute.Tensor):
         scores, bits = as_rows(acc_S), as_rows(cute.recast_tensor(acc_S, Int32))
-        first, second = as_bits(self.row_max[0]), as_bits(self.row_max[1])
+        first, second = self._start_of_bits(0), self._start_of_bits(1)
         if self.compares_bits:
             first = self._largest_with(first, bits[0, None])
             second = self._largest_with(second, bits[1, None])
         else:
-            first = as_bits(maximum_of(scores[0, None], self.row_max[0]))
-            second = as_bits(maximum_of(scores[1, None], self.row_max[1]))
+            first = as_bits(maximum_of(scores[0, None], self._start(0)))
+            second = as_bits(maximum_of(scores[1, None], self._start(1)))
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self._take_maximum(r, *self._of_all_lanes(as_float((first, second)[r])))
+            self._take_maximum(r, *self._of_all_lanes(self._biased(r, as_float((first, second)[r]))))
 
     @cute.jit
     def _take_first_row(self, acc_S: cute.Tensor):
         scores, bits = as_rows(acc_S), as_rows(cute.recast_tensor(acc_S, Int32))
-        first = as_bits(self.row_max[0])
+        first = self._start_of_bits(0)
         if self.compares_bits:
             first = self._largest_with(first, bits[0, None])
         else:
-            first = as_bits(maximum_of(scores[0, None], self.row_max[0]))
-        self._take_maximum(0, *self._of_all_lanes(as_float(first)))
-        second = self._largest_with(as_bits(self.row_max[1]), bits[1, None])
-        self.second_row = self._of_all_lanes(as_float(second))
+            first = as_bits(maximum_of(scores[0, None], self._start(0)))
+        self._take_maximum(0, *self._of_all_lanes(self._biased(0, as_float(first))))
+        second = self._largest_with(self._start_of_bits(1), bits[1, None])
+        self.second_row = self._of_all_lanes(self._biased(1, as_float(second)))
 
     @cute.jit
     def _take_second_row(self, acc_S: cute.Tensor):
         row_max, shift = self.second_row
         if not self.compares_bits:
-            row_max, shift = self._of_all_lanes(maximum_of(as_rows(acc_S)[1, None], self.row_max[1]))
+            of_thread = maximum_of(as_rows(acc_S)[1, None], self._start(1))
+            row_max, shift = self._of_all_lanes(self._biased(1, of_thread))
         self._take_maximum(1, row_max, shift)
+
+    def _start(self, r: int) -> Float32:
+        """What a block's scores of row ``r`` are compared with: the running maximum, which with a bias comes later."""
+        return -Float32.inf if self.bias else self.row_max[r]
+
+    def _start_of_bits(self, r: int) -> Int32:
+        return Int32(0) if self.bias else as_bits(self.row_max[r])
+
+    def _biased(self, r: int, largest: Float32) -> Float32:
+        """The maximum so far, of ``largest`` in this thread's part of a block."""
+        return cute.arch.fmax(largest + self.bias[r], self.row_max[r]) if self.bias else largest
 
     def _of_all_lanes(self, of_thread: Float32) -> tuple[Float32, Float32]:
         """A row's maximum, before scaling and after."""

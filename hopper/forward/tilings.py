@@ -91,7 +91,7 @@ def least_padded(tilings: Sequence[Tiling], max_seqlen_k: int) -> tuple[Tiling, 
 
 
 TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
-    (64, 64, False): (tiling(192, 128, 3),),
+    (64, 64, False): (tiling(192, 128, 3, max_seqlen_k=8192), tiling(192, 128, 3, ping_pong=False)),
     (64, 64, True): (small_tiling(64, 3, 1280), small_tiling(96, 2, 6144), HIGH_UNDER_A_MASK),
     (80, 80, False): (tiling(128, 128, 3, max_seqlen_k=1280), tiling(192, 112, 3)),
     (80, 80, True): (tiling(128, 128, 3, max_seqlen_k=1280), tiling(192, 112, 3)),

@@ -73,6 +73,9 @@ def test_a_part_of_a_tile_visits_the_blocks_that_its_own_rows_see(seqlen_q, seql
             assert blocks.left_out_before + blocks.count + blocks.left_out_behind == tile.count
             if (parts * m_block + part) * TILE_M < seqlen_q:
                 assert (blocks.begin, blocks.end) == (alone.begin, alone.end)
+                # The last row, whether it is there or not, sees the last keys.
+                seen = visible_keys((parts * m_block + part + 1) * TILE_M - 1, seqlens, window)
+                assert not seen or blocks.last * tile_n + blocks.keys_of_first == seen.stop
                 assert (blocks.unmasked, blocks.left_masked) == (alone.unmasked, alone.left_masked)
             else:
                 assert blocks.count == 1 and blocks.right_masked(blocks.unmasked) == 0

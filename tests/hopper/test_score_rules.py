@@ -90,6 +90,25 @@ def test_warpgroups_that_visit_different_blocks(sides: tuple[int, int], seqlens:
         check(out[0], lse[0], exact_attention(q[0], k[0], v[0], sides))
 
 
+def test_half_of_the_first_block_where_a_warpgroup_sees_no_more() -> None:
+    """Tiles as shipped, whose blocks are twice as wide as a warpgroup is high; the second rows see few keys or none."""
+    config = select_forward_config("bfloat16", 64, 64, True, 16384)
+    assert config.halves_first_block
+    for seqlens in ((230, 300), (330, 90)):
+        q, k, v = draw(torch.bfloat16, seqlens, (2, 1), 64)
+        out, lse = forward_on_numpy(config, q, k, v, 0.125, 2, LATE)
+        check(out[0], lse[0], exact_attention(q[0], k[0], v[0], (None, 0)))
+
+
+def test_two_warpgroups_that_walk_apart() -> None:
+    """O is staged in V's memory, where they meet."""
+    config = select_forward_config("bfloat16", 256, 256, True, 1024)
+    assert config.walks_apart and config.consumers == 2 and config.o_shares_v
+    q, k, v = draw(torch.bfloat16, (140, 200), (2, 1), 256)
+    out, lse = forward_on_numpy(config, q, k, v, 0.0625, 2, LATE)
+    check(out[0], lse[0], exact_attention(q[0], k[0], v[0], (None, 0)))
+
+
 def test_a_window_with_sinks_in_wide_blocks() -> None:
     """Tiles as shipped: the second row's maximum comes late, and O is shrunk in a branch."""
     config = replace(select_forward_config("float16", 112, 112, True, 8192, window=True), sinks=True)
@@ -141,6 +160,23 @@ def test_rules(name: str, causal: bool) -> None:
     exact = exact_attention(q[0], k[0], v[0], (None, 0 if causal else None), rules)
     # NumPy's tanh is exact; that of the GPU is good to 11 bits.
     check(out[0], lse[0], exact, 1e-5)
+
+
+def test_alibi_by_columns_and_rows() -> None:
+    """Tiles as shipped: of a row's bias the maxima know, and the exponents. With a negative slope it grows with the
+    distance, and is no maximum itself where far keys have scores far below it."""
+    config = replace(select_forward_config("bfloat16", 128, 128, True, 8192), alibi=True)
+    assert config.adds_row_bias_late and config.finds_second_maximum_late and config.shrinks_in_branch
+    q, k, v = draw(torch.bfloat16, (150, 500), (2, 1), 128)
+    rules = Rules(slopes=torch.tensor([[0.5, 0.01]]))
+    out, lse = forward_on_numpy(config, q, k, v, 128**-0.5, 2, LATE, rules=rules)
+    check(out[0], lse[0], exact_attention(q[0], k[0], v[0], (None, 0), rules), 1e-5)
+    q, k, rules = q.abs(), k.abs(), Rules(slopes=torch.tensor([[-1.0, -0.9]]))
+    k[:, :340] *= -64
+    out, lse = forward_on_numpy(config, q, k, v, 128**-0.5, 2, LATE, rules=rules)
+    exact = exact_attention(q[0], k[0], v[0], (None, 0), rules)
+    assert exact[1].abs().max() < 300
+    check(out[0], lse[0], exact, 1e-4)
 
 
 def test_a_sink_is_all_that_a_row_without_keys_has() -> None:

@@ -247,7 +247,7 @@ def test_wrong_candidates_are_out_and_a_row_of_them_says_so(monkeypatch: pytest.
 
 
 def test_without_a_full_kernel_there_are_no_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = run_fakes(monkeypatch, "no-ping-pong", lambda config: FAST, broken="r160_32")
+    report = run_fakes(monkeypatch, "no-pipelining", lambda config: FAST, broken="r160_32")
     full, without = report.rows
     assert isinstance(full.outcome, Failed)
     assert isinstance(without.outcome, Won) and math.isnan(without.outcome.ratio)
