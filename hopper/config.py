@@ -184,6 +184,11 @@ class ForwardConfig:
         return self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * self.element_bytes
 
     @property
+    def other_bytes(self) -> int:
+        """Shared memory that holds no operand of a product, nor O."""
+        return BARRIER_BYTES
+
+    @property
     def o_shares_q(self) -> bool:
         """Whether O is staged in Q's shared memory, because a buffer of its own would not fit, nor could V's serve."""
         return self._o_needs_place and not self.o_shares_v
@@ -192,18 +197,18 @@ class ForwardConfig:
     def o_shares_v(self) -> bool:
         """Whether O is staged in V's shared memory, because a buffer of its own would not fit, so that the next Q and K
         are loaded meanwhile. Not where rows are so short that it costs more that warpgroups wait for each other."""
-        holds_o = self.stages * self.tile_n >= self.tile_m and self.element_bytes == 2
+        holds_o = self.stages * self.tile_n * self.element_bytes >= 2 * self.tile_m
         pays = self.head_dim >= WIDE_HEAD_DIM and self.warp_specialized and not self.page_box
         return self._o_needs_place and holds_o and pays
 
     @property
     def _o_needs_place(self) -> bool:
-        return self.q_bytes + self.kv_bytes + self.o_bytes + BARRIER_BYTES > self.smem_limit
+        return self.q_bytes + self.kv_bytes + self.o_bytes + self.other_bytes > self.smem_limit
 
     @property
     def smem_bytes(self) -> int:
         staging = self.q_bytes if self._o_needs_place else self.q_bytes + self.o_bytes
-        return staging + self.kv_bytes + BARRIER_BYTES
+        return staging + self.kv_bytes + self.other_bytes
 
     @property
     def name(self) -> str:

@@ -242,7 +242,7 @@ class ForwardKernel:
         sK = storage.sK.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
         sVt = storage.sV.get_tensor(layouts.vt.outer, swizzle=layouts.vt.inner)
         o_memory = storage.sQ if c.o_shares_q else storage.sV if c.o_shares_v else storage.sO
-        sO = o_memory.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
+        sO = o_memory.get_tensor(layouts.o.outer, swizzle=layouts.o.inner, dtype=self.out_dtype)
 
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
