@@ -1,6 +1,6 @@
 """Addresses of single bytes in a swizzled tile, for instructions that are given one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Int16, Int32
@@ -29,9 +29,9 @@ class SwizzledBytes:
         offset += row * self.width + chunk % chunks * 16
         return self.base + (offset ^ ((offset >> 7 & SWIZZLE_MASKS[self.width]) << 4))
 
-    def place(self, row: Int32, chunk: Int32) -> "SwizzledPlace":
-        """``address`` of the first stage, from which those of other rows and chunks are short ways."""
-        return SwizzledPlace(self.address(Int32(0), row, chunk), self.rows, self.columns, self.width)
+    def place(self, stage: Int32, row: Int32, chunk: int | Int32) -> "SwizzledPlace":
+        """``address``, from which those of other rows and chunks are short ways."""
+        return SwizzledPlace(self.address(stage, row, chunk), self.rows, self.width)
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,7 @@ class SwizzledPlace(LoopInvariant):
 
     first: Int32
     rows: int
-    columns: int
     width: int
-
-    def stage(self, stage: Int32) -> "SwizzledPlace":
-        """The same place so many stages on."""
-        return replace(self, first=self.first + stage * (self.rows * self.columns))
 
     def address(self, rows: int, chunks: int) -> Int32:
         """So many rows down, a multiple of ``SWIZZLED_ROWS``, and so many chunks on, which may set bits of the number

@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import PipelineState
 
+from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
@@ -42,14 +43,8 @@ class VTransposer(LoopInvariant):
     ):
         self.config, self.v, self.pipes, self.warp = config, v, pipes, warp
         (self.pipe_rows,) = pipes.rows
-        lane = cute.arch.lane_idx()
-        # Lanes 8 i to 8 i + 7 name the rows of matrix i: a column of each pair, the other, and both again 16 keys on.
-        # Even columns of the first four pairs go with odd ones of the others: eight rows that lie in different banks.
-        pair = lane % 8
-        column = warp * COLUMNS_PER_UNIT + pair * 2 + (lane // 8 + pair // 4) % 2
-        self.selector = EVEN_COLUMNS + lane // 16 * TO_ODD_COLUMNS
-        self.source = SwizzledBytes(v.smem, config.tile_n, config.head_dim_v).place(lane, warp)
-        self.target = SwizzledBytes(sVt, config.head_dim_v, config.tile_n).place(column, lane // 16)
+        self.source = SwizzledBytes(v.smem, config.tile_n, config.head_dim_v)
+        self.target = SwizzledBytes(sVt, config.head_dim_v, config.tile_n)
 
     @cute.jit
     def load(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: PipelineState):
@@ -66,7 +61,15 @@ class VTransposer(LoopInvariant):
         c = self.config
         self.pipe_rows.consumer_wait(rows_state)
         self.pipes.v.producer_acquire(v_state)
-        source, target = self.source.stage(rows_state.index), self.target.stage(v_state.index)
+        # Pinned, so that nothing that comes of it is kept in registers from block to block.
+        lane = pin(cute.arch.lane_idx(), Int32)
+        # Lanes 8 i to 8 i + 7 name the rows of matrix i: a column of each pair, the other, and both again 16 keys on.
+        # Even columns of the first four pairs go with odd ones of the others: eight rows that lie in different banks.
+        pair = lane % 8
+        column = self.warp * COLUMNS_PER_UNIT + pair * 2 + (lane // 8 + pair // 4) % 2
+        source = self.source.place(rows_state.index, lane, self.warp)
+        target = self.target.place(v_state.index, column, lane // 16)
+        selector = EVEN_COLUMNS + lane // 16 * TO_ODD_COLUMNS
         units = [
             (step, columns)
             for step in range(c.tile_n // FP8_KEYS_PER_STEP)
@@ -79,7 +82,7 @@ class VTransposer(LoopInvariant):
             ]
             for j in cutlass.range_constexpr(len(loaded)):
                 step, columns = under_way[j]
-                _store_unit(target.address(columns * COLUMNS_PER_UNIT, step * 2), loaded[j], self.selector)
+                _store_unit(target.address(columns * COLUMNS_PER_UNIT, step * 2), loaded[j], selector)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
