@@ -191,15 +191,26 @@ class ForwardConfig:
     @property
     def o_shares_q(self) -> bool:
         """Whether O is staged in Q's shared memory, because a buffer of its own would not fit, nor could V's serve."""
-        return self._o_needs_place and not self.o_shares_v
+        return self._o_needs_place and not (self.o_shares_v or self.o_shares_rows)
 
     @property
     def o_shares_v(self) -> bool:
         """Whether O is staged in V's shared memory, because a buffer of its own would not fit, so that the next Q and K
         are loaded meanwhile. Not where rows are so short that it costs more that warpgroups wait for each other."""
-        holds_o = self.stages * self.tile_n * self.element_bytes >= 2 * self.tile_m
+        holds_o = self.stages * self.tile_n >= self.tile_m and self.element_bytes == 2
         pays = self.head_dim >= WIDE_HEAD_DIM and self.warp_specialized and not self.page_box
         return self._o_needs_place and holds_o and pays
+
+    @property
+    def o_shares_rows(self) -> bool:
+        """Whether O is staged where rows of V wait for their transposition."""
+        return False
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether CTAs may start before the kernel in front of this one has ended (programmatic dependent launch). They
+        read and write no global memory until then."""
+        return self.element_bytes == 2
 
     @property
     def _o_needs_place(self) -> bool:

@@ -150,6 +150,7 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(kv_state)
         products = self._start_scores(acc_S, kv_state)
+        self.loads.first_scores_started()
         self.softmax.enter_block(consumer_slot(kv_state))
         kept = scores.kept(n_block)
         warpgroup.wait_group(0)

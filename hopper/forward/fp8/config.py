@@ -108,6 +108,17 @@ class Fp8ForwardConfig(ForwardConfig):
         return super().other_bytes + means + rows
 
     @property
+    def o_shares_rows(self) -> bool:
+        """A tile's rows of V have all been read when its O is written, and none of the next is loaded until that has
+        been stored."""
+        return self.v_rows and self._o_needs_place and V_ROW_STAGES * self.tile_n >= 2 * self.tile_m
+
+    @property
+    def starts_early(self) -> bool:
+        """Behind the kernel that transposes V; behind others it gained nothing."""
+        return self.lowers_queries
+
+    @property
     def mean_bytes(self) -> int:
         """A mean of V in float32 for each consumer."""
         return 4 * self.consumers * self.head_dim_v

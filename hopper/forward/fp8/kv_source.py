@@ -113,16 +113,16 @@ class TransposingRows(TransposedTma):
             blocks = work.key_blocks(m_block, head, batch)
             if warp == 0:
                 producer.load_queries(m_block, head, blocks.seqlens, q_phase)
-            load_ahead(producer, transposer, head_kv, blocks, blocks.last, (k_state, load_state))
+            # Q and K of a tile are loaded while O of the one before leaves the place of the rows.
+            o_states = tuple(o_state(q_phase) for _ in producer.pipes.o)
+            load_ahead(
+                producer, transposer, head_kv, blocks, blocks.last, (k_state, load_state, *o_states)
+            )
             for step in cutlass.range(blocks.count, unroll=1):
                 k_state.advance()
                 load_state.advance()
                 n_block = blocks.end - 2 - step
                 load_ahead(producer, transposer, head_kv, blocks, n_block, (k_state, load_state))
-                for pipe in producer.pipes.o:
-                    # Only what is transposed is written where O of the tile before has lain.
-                    if step == 0:
-                        pipe.producer_acquire(o_state(q_phase))
                 transposer.transpose(rows_state, v_state)
                 rows_state.advance()
                 v_state.advance()
@@ -146,10 +146,15 @@ def load_ahead(
     n_block: Int32,
     states: tuple,
 ):
-    """The first warp loads K and the rows of V of a block, if there is one; the others leave it to that warp."""
-    k_state, rows_state = states
+    """The first warp loads K and the rows of V of a block, if there is one; the others leave it to that warp.
+
+    ``states`` are those of K, of the rows, and that of O where the rows have to wait for it.
+    """
+    k_state, rows_state, *o_states = states
     if transposer.warp == 0 and n_block >= blocks.begin:
         producer.load_keys(head_kv, blocks.seqlens, n_block, k_state)
+        for pipe, state in zip(producer.pipes.o, o_states, strict=False):
+            pipe.producer_acquire(state)
         transposer.load(head_kv, blocks.seqlens, n_block, rows_state)
 
 

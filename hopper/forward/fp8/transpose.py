@@ -20,7 +20,7 @@ EVEN_COLUMNS, TO_ODD_COLUMNS = 0x6420, 0x1111
 """Bytes 0 and 2 of a word are the even column of two keys, 1 and 3 the odd one: what selects the even ones from two
 words, and what makes of it what selects the odd ones, by a sum or by flipping bits."""
 
-UNITS_AT_ONCE = 4
+UNITS_AT_ONCE = 2
 """That a warp has on their way from shared memory."""
 
 
