@@ -320,5 +320,6 @@ TWO_CONSUMERS_OF_PAGES = Registers(consumer=232, producer=40)
 """Where a box of a page is more than two copies."""
 ONE_CONSUMER_OF_THREE_CTAS = Registers(consumer=136, producer=24)
 TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=56)
+TWO_CONSUMERS_OF_WIDE_ROWS = Registers(consumer=232, producer=40)
 THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)
 """A producer warpgroup that transposes V needs more than one that only issues loads."""

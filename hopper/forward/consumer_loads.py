@@ -28,8 +28,8 @@ class NoConsumerLoads(LoopInvariant):
 
 
 class ReturnOfO(NoConsumerLoads):
-    """Gives O's place back once O of the tile before has been read there, under the first Q K^T of the next one, so that
-    nobody waits for it. ``warp_in_group`` 0 stores O of its warpgroup."""
+    """Gives O's place back once O of the tile before has been read there: under the first Q K^T, so that nobody waits
+    for it. Warp 0 of a warpgroup, by ``warp_in_group``, is the one that stores its O."""
 
     def __init__(self, pipes: tuple[PipelineAsync, ...], warp_in_group: Int32, lane: Int32):
         (self.pipe,), self.warp_in_group, self.lane = pipes, warp_in_group, lane
@@ -50,7 +50,8 @@ class ReturnOfO(NoConsumerLoads):
 
 
 class ConsumerLoads(NoConsumerLoads):
-    """Loads without a producer warp, for comparison with warp specialization: the loads of a tile, issued by the first warp of the CTA between the steps of its own softmax.
+    """Loads without a producer warp, for comparison with warp specialization: those of a tile, issued by the first warp
+    of the CTA between the steps of its own softmax.
 
     Before a tile it fills the stages of K, and all but one of V. Each ``load_next`` then loads a block of each into the
     stages that the block before freed: K of ``stages`` blocks ahead of it, and V of the one before that.

@@ -115,9 +115,7 @@ class TransposingRows(TransposedTma):
                 producer.load_queries(m_block, head, blocks.seqlens, q_phase)
             # Q and K of a tile are loaded while O of the one before leaves the place of the rows.
             o_states = tuple(o_state(q_phase) for _ in producer.pipes.o)
-            load_ahead(
-                producer, transposer, head_kv, blocks, blocks.last, (k_state, load_state, *o_states)
-            )
+            load_ahead(producer, transposer, head_kv, blocks, blocks.last, (k_state, load_state, *o_states))
             for step in cutlass.range(blocks.count, unroll=1):
                 k_state.advance()
                 load_state.advance()
