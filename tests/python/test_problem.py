@@ -103,10 +103,10 @@ def test_few_queries_have_their_v_transposed_by_the_kernel() -> None:
     ("head_dim", "queries", "causal", "softmax"),
     [
         (128, 1024, False, Softmax.HALF_SCORES),
-        (128, 768, True, Softmax.EXACT),
-        (128, 769, True, Softmax.HALF_SCORES),
-        (256, 640, False, Softmax.HALF_SCORES),
-        (256, 1280, True, Softmax.EAGER),
+        (128, 640, True, Softmax.EXACT),
+        (128, 2048, True, Softmax.HALF_SCORES),
+        (256, 1024, False, Softmax.HALF_SCORES),
+        (256, 1536, True, Softmax.EAGER),
     ],
 )
 def test_more_queries_have_theirs_where_nobody_gets_the_lse(head_dim, queries, causal, softmax) -> None:
@@ -115,7 +115,7 @@ def test_more_queries_have_theirs_where_nobody_gets_the_lse(head_dim, queries, c
     config = select_config(problem)
     assert problem.kind.transposes and config.v_rows and config.softmax is softmax
     assert config.lowers_queries == (softmax is Softmax.HALF_SCORES)
-    more = problem._replace(q_shape=(2, queries + 260, 2, head_dim))
+    more = problem._replace(q_shape=(2, queries + 520, 2, head_dim))
     for other in (more, problem._replace(window=(100, -1, 0)), problem._replace(two_level=True)):
         assert not select_config(other).v_rows or select_config(other).softmax is Softmax.EXACT
     narrow = select_config(problem._replace(without_lse=False))

@@ -145,7 +145,7 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     (64, True): FP8_ROW_TILINGS[64],
     (128, False): (wide_rows(half_scores, 192, 128, 3), *FP8_ROW_TILINGS[128]),
     (128, True): (
-        replace(FP8_ROW_TILINGS[128][0], max_seqlen_k=768),
+        replace(FP8_ROW_TILINGS[128][0], max_seqlen_k=640),
         wide_rows(half_scores, 192, 128, 3),
         *FP8_ROW_TILINGS[128],
     ),
@@ -194,17 +194,24 @@ FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
 ``hopper.transpose`` and a kernel that finds it transposed. A query that sees half of the keys counts half
 (`fp8_drop_in.json` in the development results)."""
 
-FP8_HALF_ROW_QUERIES = {64: 320, 128: 1024, 256: 640}
-"""The same for ``FP8_HALF_ROW_TILINGS`` (`fp8_drop_in_rows.json`). Shared memory sets the limit: with two warpgroups at
-head_dim 256 products take 14 of its 16 parts of time, and the transposition of each block two to four."""
+FP8_HALF_ROW_QUERIES = {
+    (64, False): 320,
+    (64, True): 320,
+    (128, False): 1024,
+    (128, True): 1024,
+    (256, False): 1024,
+    (256, True): 768,
+}
+"""The same for ``FP8_HALF_ROW_TILINGS``, and by causal (`fp8_drop_in_rows.json`). Shared memory sets the limit: at
+head_dim 256 a block of 128 keys takes 2048 cycles of products and 1792 of shared memory, and 512 to be transposed."""
 
 
-def transposes_v(head_dim: int, head_dim_v: int, queries: int, half: bool = False) -> bool:
+def transposes_v(head_dim: int, head_dim_v: int, causal: bool, queries: int, half: bool) -> bool:
     """Whether the FP8 kernel should transpose a V in rows; ``queries`` are counted as for FP8_ROW_QUERIES, and ``half``
     says that ``FP8_HALF_ROW_TILINGS`` may serve."""
-    size, most = max(head_dim, head_dim_v), FP8_HALF_ROW_QUERIES if half else FP8_ROW_QUERIES
-    native = min((native for native in most if native >= size), default=MAX_HEAD_DIM)
-    return queries <= most[native]
+    size = max(head_dim, head_dim_v)
+    native = min((native for native in FP8_ROW_QUERIES if native >= size), default=MAX_HEAD_DIM)
+    return queries <= (FP8_HALF_ROW_QUERIES[native, causal] if half else FP8_ROW_QUERIES[native])
 
 
 def select_fp8_forward_config(
