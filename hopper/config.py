@@ -200,9 +200,14 @@ class ForwardConfig:
         return self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * self.element_bytes
 
     @property
+    def other_bytes(self) -> int:
+        """Shared memory that holds no operand of a product, nor O."""
+        return BARRIER_BYTES
+
+    @property
     def o_shares_q(self) -> bool:
         """Whether O is staged in Q's shared memory, because a buffer of its own would not fit, nor could V's serve."""
-        return self._o_needs_place and not self.o_shares_v
+        return self._o_needs_place and not (self.o_shares_v or self.o_shares_rows)
 
     @property
     def o_shares_v(self) -> bool:
@@ -213,13 +218,24 @@ class ForwardConfig:
         return self._o_needs_place and holds_o and pays
 
     @property
+    def o_shares_rows(self) -> bool:
+        """Whether O is staged where rows of V wait for their transposition."""
+        return False
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether CTAs may start before the kernel in front of this one has ended (programmatic dependent launch). They
+        read and write no global memory until then."""
+        return self.element_bytes == 2
+
+    @property
     def _o_needs_place(self) -> bool:
-        return self.q_bytes + self.kv_bytes + self.o_bytes + BARRIER_BYTES > self.smem_limit
+        return self.q_bytes + self.kv_bytes + self.o_bytes + self.other_bytes > self.smem_limit
 
     @property
     def smem_bytes(self) -> int:
         staging = self.q_bytes if self._o_needs_place else self.q_bytes + self.o_bytes
-        return staging + self.kv_bytes + BARRIER_BYTES
+        return staging + self.kv_bytes + self.other_bytes
 
     @property
     def name(self) -> str:
@@ -320,5 +336,6 @@ TWO_CONSUMERS_OF_PAGES = Registers(consumer=232, producer=40)
 """Where a box of a page is more than two copies."""
 ONE_CONSUMER_OF_THREE_CTAS = Registers(consumer=136, producer=24)
 TWO_CONSUMERS_TRANSPOSING = Registers(consumer=224, producer=56)
+TWO_CONSUMERS_OF_WIDE_ROWS = Registers(consumer=232, producer=40)
 THREE_CONSUMERS_TRANSPOSING = Registers(consumer=152, producer=56)
 """A producer warpgroup that transposes V needs more than one that only issues loads."""

@@ -1,7 +1,14 @@
 """Addresses of single bytes in a swizzled tile, for instructions that are given one."""
 
+from dataclasses import dataclass
+
 import cutlass.cute as cute
 from cutlass import Int16, Int32
+
+from cute_kernels.invariant import LoopInvariant
+
+SWIZZLED_ROWS = 8
+"""After which a swizzle begins again."""
 
 SWIZZLE_MASKS = {128: 7, 64: 3, 32: 1}
 """Bytes of a swizzled row -> which of the address bits from 7 on flip those from 4 on."""
@@ -21,6 +28,27 @@ class SwizzledBytes:
         offset = stage * (self.rows * self.columns) + chunk // chunks * (self.rows * self.width)
         offset += row * self.width + chunk % chunks * 16
         return self.base + (offset ^ ((offset >> 7 & SWIZZLE_MASKS[self.width]) << 4))
+
+    def place(self, stage: Int32, row: Int32, chunk: int | Int32) -> "SwizzledPlace":
+        """``address``, from which those of other rows and chunks are short ways."""
+        return SwizzledPlace(self.address(stage, row, chunk), self.rows, self.width)
+
+
+@dataclass(frozen=True)
+class SwizzledPlace(LoopInvariant):
+    """The address ``first`` of a row and a chunk of a staged tile."""
+
+    first: Int32
+    rows: int
+    width: int
+
+    def address(self, rows: int, chunks: int) -> Int32:
+        """So many rows down, a multiple of ``SWIZZLED_ROWS``, and so many chunks on, which may set bits of the number
+        of the chunk but not carry: a swizzle flips bits, and it flips those of all these rows alike."""
+        assert rows % SWIZZLED_ROWS == 0
+        in_row = self.width // 16
+        offset = chunks // in_row * (self.rows * self.width) + rows * self.width
+        return (self.first ^ chunks % in_row * 16) + offset
 
 
 def store_16_bits(address: Int32, word: Int16) -> None:

@@ -166,6 +166,7 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S(keys)
         self.pipes.k.consumer_wait(kv_state)
         products = self._start_scores(acc_S, kv_state)
+        self.loads.first_scores_started()
         self.softmax.take_bias(scores.row_bias(n_block))
         self.softmax.enter_block(consumer_slot(kv_state))
         kept = scores.kept(n_block)

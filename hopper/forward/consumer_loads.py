@@ -1,30 +1,57 @@
-"""Loads without a producer warp, for comparison with warp specialization."""
+"""What consumers do for those who load: in between they return O's place, or load themselves."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
-from cutlass.pipeline import PipelineState
+from cutlass.pipeline import PipelineAsync, PipelineState
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.config import ForwardConfig
+from hopper.forward.operands import o_state
 from hopper.forward.places import TilePlace
 from hopper.forward.producer import Producer
 
 
 class NoConsumerLoads(LoopInvariant):
-    """What a consumer has where a producer warp loads."""
+    """What a consumer has where a producer warp loads, and O has a place that no load needs."""
 
-    def begin(self, place: TilePlace, blocks: KeyBlocks, q_phase: Int32):
+    def begin(self, tile: Int32, place: TilePlace, blocks: KeyBlocks, q_phase: Int32):
         """Called once a tile, before its first block is awaited."""
+
+    def first_scores_started(self):
+        """Called once a tile, under its first Q K^T."""
 
     def load_next(self):
         """Called once a key block, while its softmax runs."""
 
 
+class ReturnOfO(NoConsumerLoads):
+    """Gives O's place back once O of the tile before has been read there: under the first Q K^T, so that nobody waits
+    for it. Warp 0 of a warpgroup, by ``warp_in_group``, is the one that stores its O."""
+
+    def __init__(self, pipes: tuple[PipelineAsync, ...], warp_in_group: Int32, lane: Int32):
+        (self.pipe,), self.warp_in_group, self.lane = pipes, warp_in_group, lane
+
+    def begin(self, tile: Int32, place: TilePlace, blocks: KeyBlocks, q_phase: Int32):
+        # The first tile of a CTA has its number.
+        self.is_behind_another = tile != cute.arch.block_idx()[0]
+        self.phase = q_phase
+
+    @cute.jit
+    def first_scores_started(self):
+        if self.warp_in_group == 0 and self.is_behind_another:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            # Whichever lane issued the copy, it has been read.
+            cute.arch.sync_warp()
+            if self.lane == 0:
+                self.pipe.consumer_release(o_state(self.phase))
+
+
 class ConsumerLoads(NoConsumerLoads):
-    """The loads of a tile, issued by the first warp of the CTA between the steps of its own softmax.
+    """Loads without a producer warp, for comparison with warp specialization: those of a tile, issued by the first warp
+    of the CTA between the steps of its own softmax.
 
     Before a tile it fills the stages of K, and all but one of V. Each ``load_next`` then loads a block of each into the
     stages that the block before freed: K of ``stages`` blocks ahead of it, and V of the one before that.
@@ -39,7 +66,7 @@ class ConsumerLoads(NoConsumerLoads):
             state[0], state[1] = Int32(0), Int32(1)
 
     @cute.jit
-    def begin(self, place: TilePlace, blocks: KeyBlocks, q_phase: Int32):
+    def begin(self, tile: Int32, place: TilePlace, blocks: KeyBlocks, q_phase: Int32):
         """Load Q and the first blocks of a tile."""
         batch = place.seqlens.batch
         self.head[0], self.head[1] = place.head_kv, batch

@@ -56,7 +56,8 @@ class Epilogue(LoopInvariant):
         is_store_warp = self.warp_in_group == 0
         if const_expr(config.o_shares_v):
             sync_consumers(config)
-        else:
+        elif const_expr(not config.o_shares_rows):
+            # Who shares it with rows of V has awaited some that came after O of the tile before had been read.
             if is_store_warp:
                 self.store.wait()
             sync_warpgroup(wg)
@@ -70,9 +71,10 @@ class Epilogue(LoopInvariant):
                 # Whichever lane issued the copy, no lane of the warp goes on before it has been read.
                 self.store.wait()
                 cute.arch.sync_warp()
-            for pipe in consumer.pipes.o:
-                if self.lane == 0:
-                    pipe.consumer_release(o_state(q_phase))
+            if const_expr(config.o_shares_v):
+                for pipe in consumer.pipes.o:
+                    if self.lane == 0:
+                        pipe.consumer_release(o_state(q_phase))
         if const_expr(config.o_shares_q):
             consumer.pipes.q.consumer_release(q_state(config, wg, q_phase))
 

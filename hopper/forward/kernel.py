@@ -37,7 +37,7 @@ from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
 from hopper.forward.batch import DenseBatch, PackedBatch
-from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads
+from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads, ReturnOfO
 from hopper.forward.epilogue import Epilogue
 from hopper.forward.kv_source import DenseTma, PackedTma
 from hopper.forward.operands import Mmas, PerOperand, Work
@@ -210,7 +210,7 @@ class ForwardKernel:
             block=(c.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=c.ctas_per_sm,
-            use_pdl=self._starts_early,
+            use_pdl=c.starts_early,
             preferred_smem_carveout=self._smem_carveout(),
         )
 
@@ -248,8 +248,16 @@ class ForwardKernel:
         sQ = storage.sQ.get_tensor(layouts.q.outer, swizzle=layouts.q.inner)
         sK = storage.sK.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
         sVt = storage.sV.get_tensor(layouts.vt.outer, swizzle=layouts.vt.inner)
-        o_memory = storage.sQ if c.o_shares_q else storage.sV if c.o_shares_v else storage.sO
-        sO = o_memory.get_tensor(layouts.o.outer, swizzle=layouts.o.inner)
+        o_memory = (
+            storage.sQ
+            if c.o_shares_q
+            else storage.sV
+            if c.o_shares_v
+            else storage.sVrows
+            if c.o_shares_rows
+            else storage.sO
+        )
+        sO = o_memory.get_tensor(layouts.o.outer, swizzle=layouts.o.inner, dtype=self.out_dtype)
 
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
@@ -271,7 +279,7 @@ class ForwardKernel:
         pipes = self.parts.kv_source.make_pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if const_expr(self._starts_early):
+        if const_expr(c.starts_early):
             # Nothing above touches global memory. From here on the kernel in front has ended, and the next one may
             # start, up to its own wait.
             cute.arch.griddepcontrol_wait()
@@ -311,7 +319,10 @@ class ForwardKernel:
                 cute.arch.setmaxregister_increase(c.registers.consumer)
                 softmax = precision.make_softmax(scale_log2, extras, storage)
                 correction = precision.make_correction(extras, storage)
-                parts = operands, pipes, softmax, NoConsumerLoads(), correction
+                loads = NoConsumerLoads()
+                if const_expr(c.o_shares_rows):
+                    loads = ReturnOfO(pipes.o, warp_idx % WARPS_PER_WARPGROUP, lane)
+                parts = operands, pipes, softmax, loads, correction
                 self._consume(work, parts, mLSE, warp_idx - WARPS_PER_WARPGROUP)
 
     @cute.jit
@@ -353,7 +364,7 @@ class ForwardKernel:
             place = tiles.place(tile, mail_state)
             head, seqlens = place.head, place.seqlens
             blocks = work.key_blocks_of(place)
-            loads.begin(place, blocks, q_phase ^ 1)
+            loads.begin(tile, place, blocks, q_phase ^ 1)
             row = place.m_block * c.tile_m + row_in_tile
             mask = TileMask(work.block_range.window, c.tile_n, seqlens, row, col_in_block)
             scores = work.score_tile(mask, head, seqlens.batch, blocks)
@@ -381,12 +392,6 @@ class ForwardKernel:
         epilogue.drain()
 
     @property
-    def _starts_early(self) -> bool:
-        """Whether CTAs may start before the kernel in front of this one has ended (programmatic dependent launch). They
-        read and write no global memory until then. In e4m3 it gained nothing."""
-        return self.config.element_bytes == 2
-
-    @property
     def _mailbox_words(self) -> int:
         return MAILBOX_STAGES * self.parts.kv_source.words_of_tile
 
@@ -410,7 +415,8 @@ class ForwardKernel:
 
     def _shared_storage(self, layouts: SmemLayouts) -> type:
         c = self.config
-        o_elements = 0 if c.o_shares_q or c.o_shares_v else cute.cosize(layouts.o.outer)
+        has_place = c.o_shares_q or c.o_shares_v or c.o_shares_rows
+        o_elements = 0 if has_place else cute.cosize(layouts.o.outer)
         row_stages = self.parts.kv_source.row_stages
         scale_floats, mean_floats = self.parts.precision.scale_floats, self.parts.precision.mean_floats
 
@@ -419,7 +425,7 @@ class ForwardKernel:
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.consumers]
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
-            barriers_o: cute.struct.MemRange[cutlass.Int64, 2 * c.o_shares_v]
+            barriers_o: cute.struct.MemRange[cutlass.Int64, 2 * (c.o_shares_v or c.o_shares_rows)]
             barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
             mailbox: cute.struct.Align[cute.struct.MemRange[Int32, self._mailbox_words], 16]
             barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * row_stages]

@@ -124,7 +124,7 @@ class DenseTma(LoopInvariant):
         return ()
 
     def _make_o_pipelines(self, storage: Any) -> tuple[PipelineAsync, ...]:
-        if not self.config.o_shares_v:
+        if not (self.config.o_shares_v or self.config.o_shares_rows):
             return ()
         pipe = PipelineAsync.create(
             num_stages=1,

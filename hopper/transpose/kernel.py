@@ -42,6 +42,7 @@ class TransposeKernel:
             grid=(tiles * mV.shape[2] * mV.shape[0], 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=CTAS_PER_SM,
             # Unless told, the DSL asks the GPU for its shared memory, and there may be none when compiling.
             preferred_smem_carveout=100,
@@ -50,6 +51,9 @@ class TransposeKernel:
     @cute.kernel
     def kernel(self, mV: cute.Tensor, mVt: cute.Tensor):
         columns = self.config.columns
+        cute.arch.griddepcontrol_wait()
+        # The kernel that attends to V makes ready meanwhile.
+        cute.arch.griddepcontrol_launch_dependents()
         words = cute.make_layout(self.config.tiling.size // 4)
         buffer = cutlass.memory.SmemAllocator().allocate_tensor(Int32, words, 128)
         thread, _, _ = cute.arch.thread_idx()

@@ -77,7 +77,8 @@ class Fp8Problem(NamedTuple):
         if self.causal:
             queries -= queries * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1)
         transposes = self.v_rows and self.block_k == ONE_BLOCK and not self.exact_lse
-        transposes = transposes and transposes_v(head_dim, head_dim_v, queries)
+        half = self.without_lse and not self.two_level and self.window == FULL_SIDES
+        transposes = transposes and transposes_v(head_dim, head_dim_v, self.causal, queries, half)
         return Fp8AttentionProblem(
             FP8_DTYPE,
             self.out_dtype,

@@ -106,6 +106,7 @@ def length_bounds() -> tuple[int, ...]:
         fp8_tilings.FP8_HALF_SCORES_TILINGS,
         fp8_tilings.FP8_RETURNED_LSE_TILINGS,
         fp8_tilings.FP8_ROW_TILINGS,
+        fp8_tilings.FP8_HALF_ROW_TILINGS,
         fp8_tilings.FP8_TWO_LEVEL_TILINGS,
         fp8_tilings.FP8_TWO_LEVEL_ROW_TILINGS,
         fp8_tilings.FP8_EXACT_LSE_TILINGS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.config import validate_forward_config
+from hopper.config import THREE_CONSUMERS, TWO_CONSUMERS, validate_forward_config
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.lowered_queries import LARGEST_CODE, LARGEST_PRODUCT
 from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
@@ -87,6 +87,24 @@ def assert_near(config: Fp8ForwardConfig, out: Tensor, lse: Tensor, exact: Tenso
     assert relative(out[:, rows], exact[:, rows]) < 0.04
     assert relative(out[:, OPPOSED], exact[:, OPPOSED]) < 0.1
     assert ((lse - exact_lse).abs() <= lse_rounding(config, exact_lse)).all()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "seqlens"),
+    [(128, True, (200, 140)), (256, False, (130, 140)), (256, True, (130, 140))],
+)
+def test_v_in_rows(head_dim: int, causal: bool, seqlens: tuple[int, int]) -> None:
+    """To the bits of a V that comes transposed, also where O of a tile lies in the place of the next one's rows."""
+    config = select_fp8_forward_config(
+        head_dim, head_dim, causal, "bfloat16", 1024, v_rows=True, without_lse=True
+    )
+    assert config.v_rows and config.o_shares_rows == (head_dim == 256) and config.tile_n == 128
+    parts = parts_of(head_dim, *seqlens)
+    found = fp8_forward_on_numpy(config, parts, head_dim**-0.5, LATE)
+    registers = TWO_CONSUMERS if config.consumers == 2 else THREE_CONSUMERS
+    before = replace(config, v_rows=False, registers=registers)
+    expected = fp8_forward_on_numpy(before, parts, head_dim**-0.5, LATE)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 def test_a_window() -> None:

@@ -11,7 +11,8 @@ import torch
 from cute_kernels.problem import DTYPES
 from hopper.forward import tilings as tilings_16_bits
 from hopper.forward.fp8 import tilings as tilings_fp8
-from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper.forward.fp8.config import Softmax
+from hopper.forward.fp8.tilings import FP8_ROW_QUERIES, select_fp8_forward_config
 from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, Tiling, select_forward_config
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.fp8_rules import Fp8Problem, check_size, select_config, select_for
@@ -96,6 +97,29 @@ def test_few_queries_have_their_v_transposed_by_the_kernel() -> None:
     assert more._replace(causal=True).kind.transposes
     assert rows._replace(q_shape=(1, 896, 1, 128), k_shape=(1, 896, 1, 128), causal=True).kind.transposes
     assert not rows._replace(block_k=128, block_v=128).kind.transposes
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "queries", "causal", "softmax"),
+    [
+        (128, 1024, False, Softmax.HALF_SCORES),
+        (128, 640, True, Softmax.EXACT),
+        (128, 2048, True, Softmax.HALF_SCORES),
+        (256, 1024, False, Softmax.HALF_SCORES),
+        (256, 1536, True, Softmax.EAGER),
+    ],
+)
+def test_more_queries_have_theirs_where_nobody_gets_the_lse(head_dim, queries, causal, softmax) -> None:
+    shapes = [(2, queries, 1, head_dim)] * 3
+    problem = Fp8Problem(*shapes, 0, 0, 0, torch.bfloat16, causal, v_rows=True, without_lse=True)
+    config = select_config(problem)
+    assert problem.kind.transposes and config.v_rows and config.softmax is softmax
+    assert config.lowers_queries == (softmax is Softmax.HALF_SCORES)
+    more = problem._replace(q_shape=(2, queries + 520, 2, head_dim))
+    for other in (more, problem._replace(window=(100, -1, 0)), problem._replace(two_level=True)):
+        assert not select_config(other).v_rows or select_config(other).softmax is Softmax.EXACT
+    narrow = select_config(problem._replace(without_lse=False))
+    assert narrow.v_rows == (queries // (1 + causal) <= FP8_ROW_QUERIES[head_dim])
 
 
 def test_fp8_sizes_are_checked_apart_from_the_kind() -> None:

@@ -102,10 +102,21 @@ class Fp8ForwardConfig(ForwardConfig):
         return "_".join([super().name, *parts])
 
     @property
-    def smem_bytes(self) -> int:
+    def other_bytes(self) -> int:
         rows = V_ROW_STAGES * self.tile_n * self.head_dim_v if self.v_rows else 0
         means = -(-self.mean_bytes // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
-        return super().smem_bytes + means + rows
+        return super().other_bytes + means + rows
+
+    @property
+    def o_shares_rows(self) -> bool:
+        """A tile's rows of V have all been read when its O is written, and none of the next is loaded until that has
+        been stored."""
+        return self.v_rows and self._o_needs_place and V_ROW_STAGES * self.tile_n >= 2 * self.tile_m
+
+    @property
+    def starts_early(self) -> bool:
+        """Behind the kernel that transposes V; behind others it gained nothing."""
+        return self.lowers_queries
 
     @property
     def mean_bytes(self) -> int:
@@ -145,8 +156,6 @@ def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
     if config.polynomial_pairs == 8:
         # Only MUFU's exponentials tell what float16, which the others are, does not hold: a P, or the scale.
         raise ValueError(f"polynomial_pairs is 8, allowed with {softmax}: 0 to 7")
-    if config.softmax is Softmax.HALF_SCORES and config.v_rows:
-        raise ValueError(f"v_rows is True, allowed with {softmax}: False")
 
 
 def _validate_split_scores(config: Fp8ForwardConfig) -> None:

@@ -137,6 +137,7 @@ class HalfScoresConsumer(LaggingConsumer):
         self.pipes.k.consumer_wait(kv_state)
         issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
         self.softmax.start()
+        self.loads.first_scores_started()
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(kv_state)

@@ -12,13 +12,21 @@ from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTma
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
-from hopper.config import WARPGROUP_THREADS
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, V_ROW_STAGES
 from hopper.forward.fp8.transpose import PRODUCER_WARPS, VTransposer
 from hopper.forward.kv_source import DenseTma, FoundTiles
-from hopper.forward.operands import Work
+from hopper.forward.operands import Work, o_state
 from hopper.forward.producer import Producer
 from hopper.tiles import TmaOperand, ragged_view, swizzled_layout
+
+
+class WarpReleased(PipelineAsync):
+    """A pipeline whose stages are filled by threads, and released by one lane for its warp."""
+
+    @cute.jit
+    def consumer_release(self, state: pipeline.PipelineState):
+        if cute.arch.lane_idx() == 0:
+            self.sync_object_empty.arrive(state.index, self.consumer_mask)
 
 
 class TransposedTma(DenseTma):
@@ -42,7 +50,7 @@ class TransposingRows(TransposedTma):
 
     | pipeline | stages | bytes of a full stage | arrivals that fill it, and that empty it |
     |---|---|---|---|
-    | pipe_v | `stages` | - | 4, `128 * consumers` |
+    | pipe_v | `stages` | - | 4, `4 * consumers` |
     | rows of V | 2 | `tile_n * head_dim_v` | 1, 4 |
     """
 
@@ -64,14 +72,14 @@ class TransposingRows(TransposedTma):
         return swizzled_layout(self.config.tile_n, self.config.head_dim_v, V_ROW_STAGES, dtype)
 
     def _make_v_pipeline(self, storage: Any, consumers: CooperativeGroup) -> PipelineAsync:
-        threads = WARPGROUP_THREADS * self.config.consumers
-        return PipelineAsync.create(
+        pipe = PipelineAsync.create(
             num_stages=self.config.stages,
             producer_group=CooperativeGroup(Agent.Thread, PRODUCER_WARPS),
-            consumer_group=CooperativeGroup(Agent.Thread, threads),
+            consumer_group=consumers,
             barrier_storage=storage.barriers_v.data_ptr(),
             defer_sync=True,
         )
+        return WarpReleased(pipe.sync_object_full, pipe.sync_object_empty, pipe.num_stages, None, None)
 
     def _make_row_pipelines(self, storage: Any) -> tuple[PipelineTmaAsync, ...]:
         c = self.config
@@ -105,7 +113,9 @@ class TransposingRows(TransposedTma):
             blocks = work.key_blocks(m_block, head, batch)
             if warp == 0:
                 producer.load_queries(m_block, head, blocks.seqlens, q_phase)
-            load_ahead(producer, transposer, head_kv, blocks, blocks.last, (k_state, load_state))
+            # Q and K of a tile are loaded while O of the one before leaves the place of the rows.
+            o_states = tuple(o_state(q_phase) for _ in producer.pipes.o)
+            load_ahead(producer, transposer, head_kv, blocks, blocks.last, (k_state, load_state, *o_states))
             for step in cutlass.range(blocks.count, unroll=1):
                 k_state.advance()
                 load_state.advance()
@@ -134,10 +144,15 @@ def load_ahead(
     n_block: Int32,
     states: tuple,
 ):
-    """The first warp loads K and the rows of V of a block, if there is one; the others leave it to that warp."""
-    k_state, rows_state = states
+    """The first warp loads K and the rows of V of a block, if there is one; the others leave it to that warp.
+
+    ``states`` are those of K, of the rows, and that of O where the rows have to wait for it.
+    """
+    k_state, rows_state, *o_states = states
     if transposer.warp == 0 and n_block >= blocks.begin:
         producer.load_keys(head_kv, blocks.seqlens, n_block, k_state)
+        for pipe, state in zip(producer.pipes.o, o_states, strict=False):
+            pipe.producer_acquire(state)
         transposer.load(head_kv, blocks.seqlens, n_block, rows_state)
 
 

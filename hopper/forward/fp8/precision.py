@@ -28,7 +28,7 @@ from hopper.forward.precision import SixteenBits
 from hopper.tiles import swizzle_bytes, swizzled_layout
 
 COLUMNS_WITH_REGISTERS_TO_SPARE = 128
-"""Of O, beside which ``LaggingSoftmax`` finds all registers that it wants."""
+"""Of O, beside which all registers are found that ``LaggingSoftmax`` wants, or producers that transpose."""
 
 CONSUMERS = {Softmax.LAGGING: LaggingConsumer, Softmax.HALF_SCORES: HalfScoresConsumer}
 """By the softmax; ``Consumer`` for those that take each maximum."""
@@ -56,7 +56,8 @@ class BlockScaled(SixteenBits):
     @property
     def recomputes_addresses(self) -> bool:
         c = self.config
-        return c.softmax is Softmax.LAGGING and c.head_dim_v > COLUMNS_WITH_REGISTERS_TO_SPARE
+        takes_registers = c.softmax is Softmax.LAGGING or (c.softmax is Softmax.HALF_SCORES and c.v_rows)
+        return takes_registers and c.head_dim_v > COLUMNS_WITH_REGISTERS_TO_SPARE
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
         c, scales = self.config, BlockScales(*extras)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from cute_kernels.problem import DENSE, DTYPES, MAX_HEAD_DIM, VARLEN
 from hopper.config import (
     THREE_CONSUMERS_TRANSPOSING,
+    TWO_CONSUMERS_OF_WIDE_ROWS,
     TWO_CONSUMERS_TRANSPOSING,
     WARPGROUP_ROWS,
 )
@@ -34,6 +36,11 @@ def rows(tile_m: int, *tiles: Any, **fields: Any) -> Tiling:
     transposing = TWO_CONSUMERS_TRANSPOSING if tile_m == 2 * WARPGROUP_ROWS else THREE_CONSUMERS_TRANSPOSING
     kind = two_level if fields.get("two_level") else exact
     return kind(tile_m, *tiles, v_rows=True, registers=transposing, **fields)
+
+
+def wide_rows(kind: Callable[..., Tiling], *tiles: Any, **fields: Any) -> Tiling:
+    """``eager`` or ``half_scores`` for V in rows: O lies where rows of V have waited, if there is no other place."""
+    return kind(*tiles, v_rows=True, **fields)
 
 
 FP8_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
@@ -133,6 +140,23 @@ FP8_ROW_TILINGS: dict[int, tuple[Tiling, ...]] = {
 }
 """By head_dim, for V in rows: two blocks of it wait in shared memory for their transposition."""
 
+FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
+    (64, False): FP8_ROW_TILINGS[64],
+    (64, True): FP8_ROW_TILINGS[64],
+    (128, False): (wide_rows(half_scores, 192, 128, 3), *FP8_ROW_TILINGS[128]),
+    (128, True): (
+        replace(FP8_ROW_TILINGS[128][0], max_seqlen_k=640),
+        wide_rows(half_scores, 192, 128, 3),
+        *FP8_ROW_TILINGS[128],
+    ),
+    (256, False): (
+        wide_rows(half_scores, 128, 128, 2, polynomial_pairs=2, registers=TWO_CONSUMERS_OF_WIDE_ROWS),
+        *FP8_ROW_TILINGS[256],
+    ),
+    (256, True): (wide_rows(eager, 128, 128, 2), *FP8_ROW_TILINGS[256]),
+}
+"""By head_dim and causal, for V in rows where nobody gets the LSE and nothing is masked but causally."""
+
 FP8_TWO_LEVEL_TILINGS: dict[int, tuple[Tiling, ...]] = {
     64: (
         two_level(128, 128, 4, polynomial_pairs=3),
@@ -170,12 +194,24 @@ FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
 ``hopper.transpose`` and a kernel that finds it transposed. A query that sees half of the keys counts half
 (`fp8_drop_in.json` in the development results)."""
 
+FP8_HALF_ROW_QUERIES = {
+    (64, False): 320,
+    (64, True): 320,
+    (128, False): 1024,
+    (128, True): 1024,
+    (256, False): 1024,
+    (256, True): 768,
+}
+"""The same for ``FP8_HALF_ROW_TILINGS``, and by causal (`fp8_drop_in_rows.json`). Shared memory sets the limit: at
+head_dim 256 a block of 128 keys takes 2048 cycles of products and 1792 of shared memory, and 512 to be transposed."""
 
-def transposes_v(head_dim: int, head_dim_v: int, queries: int) -> bool:
-    """Whether the FP8 kernel should transpose a V in rows; ``queries`` are counted as for FP8_ROW_QUERIES."""
+
+def transposes_v(head_dim: int, head_dim_v: int, causal: bool, queries: int, half: bool) -> bool:
+    """Whether the FP8 kernel should transpose a V in rows; ``queries`` are counted as for FP8_ROW_QUERIES, and ``half``
+    says that ``FP8_HALF_ROW_TILINGS`` may serve."""
     size = max(head_dim, head_dim_v)
     native = min((native for native in FP8_ROW_QUERIES if native >= size), default=MAX_HEAD_DIM)
-    return queries <= FP8_ROW_QUERIES[native]
+    return queries <= (FP8_HALF_ROW_QUERIES[native, causal] if half else FP8_ROW_QUERIES[native])
 
 
 def select_fp8_forward_config(
@@ -217,6 +253,8 @@ def select_fp8_forward_config(
     if exact_lse:
         tilings = FP8_EXACT_LSE_TILINGS[min(fits)]
     else:
+        rows_of_any = v_rows and (window or layout == VARLEN)
+        without_lse = without_lse and not rows_of_any
         tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores, without_lse)
     if layout == VARLEN:
         seqlen_k = PACKED_SEQLEN
@@ -227,7 +265,7 @@ def select_fp8_forward_config(
     wide = [tiling for tiling in dividing if tiling.tile_n > NARROW_KEYS] or dividing
     chosen = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
     config = _build(chosen, min(fits), causal, output)
-    lowers = config.softmax is Softmax.HALF_SCORES and not half_scores
+    lowers = config.softmax is Softmax.HALF_SCORES and (v_rows or not half_scores)
     return replace(config, window=window, layout=layout, chunk=chunk, lowers_queries=lowers)
 
 
@@ -242,7 +280,7 @@ def _fp8_tilings(
     if two_level:
         return (FP8_TWO_LEVEL_ROW_TILINGS if v_rows else FP8_TWO_LEVEL_TILINGS)[head_dim]
     if v_rows:
-        return FP8_ROW_TILINGS[head_dim]
+        return FP8_HALF_ROW_TILINGS[head_dim, causal] if without_lse else FP8_ROW_TILINGS[head_dim]
     if half_scores and not without_lse and (head_dim, causal) in FP8_RETURNED_LSE_TILINGS:
         return FP8_RETURNED_LSE_TILINGS[head_dim, causal]
     return (FP8_HALF_SCORES_TILINGS if half_scores or without_lse else FP8_TILINGS)[head_dim, causal]
@@ -289,9 +327,10 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
     )
     # FP8 tensors with descales, which are what comes in rows, give bfloat16.
     rows = tuple(
-        _build(tiling, head_dim, causal, "bfloat16")
-        for head_dim in FP8_ROW_TILINGS
-        for tiling in _fp8_tilings(head_dim, False, True, two_level, False, without_lse=False)
-        for causal in (False, True)
+        replace(config, lowers_queries=config.softmax is Softmax.HALF_SCORES)
+        for head_dim, causal in FP8_HALF_ROW_TILINGS
+        # Which has those of calls with the LSE too.
+        for tiling in _fp8_tilings(head_dim, causal, True, two_level, False, without_lse=True)
+        for config in (_build(tiling, head_dim, causal, "bfloat16"),)
     )
     return tuple(dict.fromkeys(transposed + rows))

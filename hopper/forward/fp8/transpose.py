@@ -5,9 +5,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.fast_math import permute_bytes
+from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
+from hopper.config import MIN_REGISTERS
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.forward.operands import Pipelines
 from hopper.swizzled_bytes import SwizzledBytes
@@ -16,6 +17,13 @@ from hopper.tiles import TmaOperand
 COLUMNS_PER_UNIT = 16
 PRODUCER_WARPS = 4
 
+EVEN_COLUMNS, TO_ODD_COLUMNS = 0x6420, 0x1111
+"""Bytes 0 and 2 of a word are the even column of two keys, 1 and 3 the odd one: what selects the even ones from two
+words, and what makes of it what selects the odd ones, by a sum or by flipping bits."""
+
+UNITS_AT_ONCE = 2
+"""That a warp has on their way from shared memory where there are registers for it."""
+
 
 class VTransposer(LoopInvariant):
     """Loads V in rows (keys, head_dim_v) and writes it as (head_dim_v, keys), keys in ``FP8_KEY_ORDER``.
@@ -23,6 +31,7 @@ class VTransposer(LoopInvariant):
     A unit is 32 keys x 16 columns. ``ldmatrix.trans`` gives a lane pairs of columns of two neighbouring keys, four
     times, 8 keys apart; two byte permutations make of them the four keys of one column that ``stmatrix`` wants, in
     the order in which the accumulator of Q K^T holds the keys. (FlashAttention-3 does it in this way, too.)
+    A warp takes every fourth unit of columns, so that the addresses of its units differ by numbers that are known.
     """
 
     def __init__(
@@ -53,34 +62,56 @@ class VTransposer(LoopInvariant):
         c = self.config
         self.pipe_rows.consumer_wait(rows_state)
         self.pipes.v.producer_acquire(v_state)
-        units = c.tile_n // FP8_KEYS_PER_STEP * (c.head_dim_v // COLUMNS_PER_UNIT)
-        for i in cutlass.range_constexpr(units // PRODUCER_WARPS):
-            self._unit(i * PRODUCER_WARPS + self.warp, rows_state.index, v_state.index)
+        # Pinned, so that nothing that comes of it is kept in registers from block to block.
+        lane = pin(cute.arch.lane_idx(), Int32)
+        # Lanes 8 i to 8 i + 7 name the rows of matrix i: a column of each pair, the other, and both again 16 keys on.
+        # Even columns of the first four pairs go with odd ones of the others: eight rows that lie in different banks.
+        pair = lane % 8
+        column = self.warp * COLUMNS_PER_UNIT + pair * 2 + (lane // 8 + pair // 4) % 2
+        source = self.source.place(rows_state.index, lane, self.warp)
+        target = self.target.place(v_state.index, column, lane // 16)
+        selector = EVEN_COLUMNS + lane // 16 * TO_ODD_COLUMNS
+        units = [
+            (step, columns)
+            for step in range(c.tile_n // FP8_KEYS_PER_STEP)
+            for columns in range(0, c.head_dim_v // COLUMNS_PER_UNIT, PRODUCER_WARPS)
+        ]
+        at_once = UNITS_AT_ONCE if c.registers.producer > MIN_REGISTERS else 1
+        for i in cutlass.range_constexpr(0, len(units), at_once):
+            under_way = units[i : i + at_once]
+            loaded = [
+                _load_unit(source.address(step * FP8_KEYS_PER_STEP, columns)) for step, columns in under_way
+            ]
+            for j in cutlass.range_constexpr(len(loaded)):
+                step, columns = under_way[j]
+                _store_unit(target.address(columns * COLUMNS_PER_UNIT, step * 2), loaded[j], selector)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             self.pipes.v.producer_commit(v_state)
         self.pipe_rows.consumer_release(rows_state)
 
-    @cute.jit
-    def _unit(self, unit: Int32, source_stage: Int32, target_stage: Int32):
-        lane = cute.arch.lane_idx()
-        column_units = self.config.head_dim_v // COLUMNS_PER_UNIT
-        step, columns = unit // column_units, unit % column_units
-        key = step * FP8_KEYS_PER_STEP + lane
-        words = cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[self.source.address(source_stage, key, columns)],
-        )
-        # Bytes 0 and 2 of a word are the even column of two keys, 1 and 3 the odd one.
-        quads = [
-            permute_bytes(words[i], words[i + 1], selector) for i in (0, 2) for selector in (0x6420, 0x7531)
-        ]
-        # Lanes 8 i to 8 i + 7 name the rows of matrix i: even columns, odd columns, and both again 16 keys on.
-        column = columns * COLUMNS_PER_UNIT + lane % 8 * 2 + lane // 8 % 2
-        chunk = step * 2 + lane // 16
-        cute.arch.inline_ptx(
-            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-            read_only_args=[self.target.address(target_stage, column, chunk), *quads],
-        )
+
+def _load_unit(address: Int32) -> tuple[Int32, ...]:
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def _store_unit(address: Int32, words: tuple[Int32, ...], selector: Int32) -> None:
+    """``selector`` is of the column of the lane's pair that goes first."""
+    selectors = selector, selector ^ TO_ODD_COLUMNS
+    quads = [_select_bytes(words[i], words[i + 1], each) for i in (0, 2) for each in selectors]
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *quads],
+    )
+
+
+def _select_bytes(a: Int32, b: Int32, selector: Int32) -> Int32:
+    """``permute_bytes`` by a selector that is known when the kernel runs."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, selector]
+    )
