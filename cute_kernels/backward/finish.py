@@ -2,15 +2,16 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.backward.grid import from_the_last
-from cute_kernels.backward.packed import find_query_tile, heads_as_batch, rows_as_batch
+from cute_kernels.backward.packed import find_query_tile, rows_as_batch
 from cute_kernels.backward.step import SteppedConfig
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import pack
 from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE, ROWS_PER_THREAD
+from cute_kernels.integers import minimum
 
 ELEMENTS = 4
 """Of a fragment in a lane: two columns of two rows."""
@@ -21,6 +22,9 @@ WORDS_PER_VECTOR = 4
 
 GROUPS_AT_ONCE = 4
 """Groups of columns that neighbouring threads write: 64 bytes of a row."""
+
+CHUNKS_AT_ONCE = 2
+"""Which a thread reads before it writes any. Loads do not pass stores, which might be to the same place."""
 
 MAX_THREADS = 1024
 
@@ -47,27 +51,56 @@ class FinishKernel:
 
     @cute.kernel
     def kernel(self, mSums: cute.Tensor, mdQ: cute.Tensor, softmax_scale: Float32):
-        place = from_the_last(mSums.shape[2], mSums.shape[1], mSums.shape[0])
-        self._finish(mSums, mdQ, place, softmax_scale)
+        tile, head, batch = from_the_last(mSums.shape[2], mSums.shape[1], mSums.shape[0])
+        sums = mSums[batch, head, tile, None, None]
+        self._finish(self._read_round(sums, 0), sums, mdQ, (tile, head, batch), softmax_scale)
 
     @cute.jit
-    def _finish(self, mSums: cute.Tensor, mdQ: cute.Tensor, place: tuple, softmax_scale: Float32):
-        """A query tile, at ``place``: its number, head and batch."""
+    def _read_round(self, sums: cute.Tensor, number: cutlass.Constexpr[int]) -> list[cute.Tensor]:
+        """The chunks that a thread reads in a round, of (parts, words) of a query tile."""
         order = self.order
+        part, thread = self._place_in_tile()
+        row, chunks = thread // GROUPS_AT_ONCE % ROW_STRIDE, []
+        for band, group in self._bands_and_groups(thread, number):
+            # Past the last group that one is read again, and not written.
+            chunks.append(self._read(sums[part, None], band, minimum(group, order.groups - 1), row))
+        return chunks
+
+    @cute.jit
+    def _finish(
+        self,
+        first: list[cute.Tensor],
+        sums: cute.Tensor,
+        mdQ: cute.Tensor,
+        place: tuple,
+        softmax_scale: Float32,
+    ):
+        """The query tile at ``place``: its number, head and batch. ``first`` is its first round, already read."""
         tile, head, batch = place
-        part = cute.arch.thread_idx()[0] // self.threads_per_part
-        thread = cute.arch.thread_idx()[0] % self.threads_per_part
-        chunk = thread // GROUPS_AT_ONCE
-        words = mSums[batch, head, tile, part, None]
-        for first_band in cutlass.range_constexpr(0, order.bands, self.bands_at_once):
-            band = first_band + chunk // ROW_STRIDE
-            for i in cutlass.range_constexpr(-(-order.groups // GROUPS_AT_ONCE)):
-                group = i * GROUPS_AT_ONCE + thread % GROUPS_AT_ONCE
-                if group < order.groups:
-                    row, column = order.origin(part, band, group)
-                    row += tile * self.config.tile_m + chunk % ROW_STRIDE
-                    sums = self._read(words, band, group, chunk % ROW_STRIDE)
-                    self._finish_chunk(sums, mdQ, (batch, row, head, column), softmax_scale)
+        part, thread = self._place_in_tile()
+        for number in cutlass.range_constexpr(-(-len(self._steps()) // CHUNKS_AT_ONCE)):
+            chunks = first if const_expr(number == 0) else self._read_round(sums, number)
+            for chunk, (band, group) in zip(chunks, self._bands_and_groups(thread, number), strict=True):
+                if group < self.order.groups:
+                    row, column = self.order.origin(part, band, group)
+                    row += tile * self.config.tile_m + thread // GROUPS_AT_ONCE % ROW_STRIDE
+                    self._finish_chunk(chunk, mdQ, (batch, row, head, column), softmax_scale)
+
+    def _place_in_tile(self) -> tuple[Int32, Int32]:
+        """The part of this thread, and its number there."""
+        thread = cute.arch.thread_idx()[0]
+        return thread // self.threads_per_part, thread % self.threads_per_part
+
+    def _bands_and_groups(self, thread: Int32, number: int) -> list[tuple[Int32, Int32]]:
+        """Of the chunks of a round, of which the last may lie past the last group."""
+        steps = self._steps()[number * CHUNKS_AT_ONCE :][:CHUNKS_AT_ONCE]
+        in_step = thread // (GROUPS_AT_ONCE * ROW_STRIDE), thread % GROUPS_AT_ONCE
+        return [(band + in_step[0], group + in_step[1]) for band, group in steps]
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """The first band and group that the threads of a part read together, of each time that they do."""
+        bands = range(0, self.order.bands, self.bands_at_once)
+        return [(band, group) for band in bands for group in range(0, self.order.groups, GROUPS_AT_ONCE)]
 
     @cute.jit
     def _read(self, words: cute.Tensor, band: Int32, group: Int32, row: Int32) -> cute.Tensor:
@@ -139,8 +172,10 @@ class PackedFinishKernel(FinishKernel):
         softmax_scale: Float32,
     ):
         tile, head, _ = from_the_last(mSums.shape[1], mSums.shape[0], Int32(1))
+        # Read before it is known whose they are: the search waits for memory, too.
+        sums = mSums[head, tile, None, None]
+        first = self._read_round(sums, 0)
         place = find_query_tile(mPlan, sequences, mdQ.shape[0], tile, self.config.tile_m)
         offset = place.seqlens.offset_q
         rows = rows_as_batch(mdQ, offset, place.rows_end - offset)
-        sums = heads_as_batch(mSums, tile - place.m_block)
-        self._finish(sums, rows, (place.m_block, head, 0), softmax_scale)
+        self._finish(first, sums, rows, (place.m_block, head, 0), softmax_scale)

@@ -135,6 +135,14 @@ class BackwardConfig:
         return is_free and self.layout == DENSE and (self.causal or self.window)
 
     @property
+    def fetches_sums(self) -> bool:
+        """Whether the producer warp asks for the sums of dQ of a query tile in L2 when it loads the tile.
+
+        Under a causal mask key tiles begin at different queries: of a short sequence most additions are the first to
+        their sums, and would wait for memory. Without a mask key tiles begin alike; packed, there are no registers."""
+        return self.is_plain and self.causal and not self.ordered
+
+    @property
     def least_blocks(self) -> int:
         """Query tiles that a key tile visits at least, though none may see it. Couriers need one: they send dQ of a
         tile under the next one's first block, and would lag behind in the mailbox."""

@@ -203,7 +203,8 @@ class BackwardKernel:
             if warp_idx == 0:
                 smem = (sQ, sK, sV, sdO, sLSE, sDelta)
                 operands = BackwardOperands(*map(TmaOperand, atoms[:6], tensors[:6], smem))
-                self._produce(work, BackwardProducer(c, operands, pipes))
+                sums = (mdQ,) if const_expr(c.fetches_sums) else ()
+                self._produce(work, BackwardProducer(c, operands, pipes), sums)
             if const_expr(c.ordered):
                 if warp_idx - 1 < c.stages and warp_idx > 0:
                     added = cute.make_tensor(mCounter.iterator + 2, cute.make_layout(mdQ.shape[2]))
@@ -247,8 +248,9 @@ class BackwardKernel:
         return GradientOfQ(self.config, mmas.dq, *memory)
 
     @cute.jit
-    def _produce(self, work: BackwardWork, producer: BackwardProducer):
-        """The producer warp: claims key tiles and loads them and their queries."""
+    def _produce(self, work: BackwardWork, producer: BackwardProducer, sums: tuple):
+        """The producer warp: claims key tiles and loads them and their queries. ``sums`` is mdQ, where its tiles are
+        brought to L2, or empty."""
         loading = pipeline.PipelineUserType.Producer
         kv_state = pipeline.make_pipeline_state(loading, 1)
         mail_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)
@@ -269,7 +271,9 @@ class BackwardKernel:
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 head = head_kv * work.heads_per_kv_head + i
                 of_head = work.visit_of_head(visit, (batch, head, n_block))
-                state = producer.load_queries(head, seqlens, of_head, state)
+                first_tile = work.first_tile(head_kv, batch) + i * work.m_end
+                of_head_sums = tuple((mdQ, first_tile) for mdQ in sums)
+                state = producer.load_queries(head, seqlens, of_head, state, of_head_sums)
             tile = work.claim(mail_state)
             mail_state.advance()
         work.finish(sent)

@@ -66,9 +66,11 @@ class BackwardProducer(LoopInvariant):
 
     @cute.jit
     def load_queries(
-        self, head: Int32, seqlens: SeqlenInfo, visit: Visit, state: PipelineState
+        self, head: Int32, seqlens: SeqlenInfo, visit: Visit, state: PipelineState, sums: tuple = ()
     ) -> PipelineState:
-        """Issue the loads of one query head; returns the state of Q's and dO's pipelines after it."""
+        """Issue the loads of one query head; returns the state of Q's and dO's pipelines after it.
+
+        ``sums`` is empty, or has those of dQ, to be brought to L2, and the head's first query tile among them."""
         c, ops = self.config, self.operands
         tQsQ, tQgQ = ops.q.partition((c.tile_m, c.head_dim), (None, 0), head, seqlens.rows_q)
         tOsO, tOgO = ops.do.partition((c.tile_m, c.head_dim_v), (None, 0), head, seqlens.rows_q)
@@ -78,12 +80,26 @@ class BackwardProducer(LoopInvariant):
             m_block = visit.number(place)
             self.pipes.q.producer_acquire(state)
             self._copy(ops.q, tQgQ[None, m_block], tQsQ[None, state.index], self.pipes.q, state)
+            for tensor, first_tile in sums:
+                self._bring_to_l2(tensor[None, 0, first_tile + m_block])
             self._copy(ops.lse, tLgL[None, m_block], tLsL[None, state.index], self.pipes.q, state)
             self.pipes.do.producer_acquire(state)
             self._copy(ops.do, tOgO[None, m_block], tOsO[None, state.index], self.pipes.do, state)
             self._copy(ops.delta, tDgD[None, m_block], tDsD[None, state.index], self.pipes.do, state)
             state.advance()
         return state
+
+    @cute.jit
+    def _bring_to_l2(self, words: cute.Tensor):
+        """Of the sums of a query tile; ``words`` are those of the first warpgroup, the others' lie behind them."""
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx(
+                "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+                read_only_args=[
+                    words.iterator.toint(),
+                    Int32(4 * self.config.dq_parts * self.config.dq_words),
+                ],
+            )
 
     @cute.jit
     def _copy(

@@ -31,7 +31,7 @@ UPPER_HALF = np.uint32(0xFFFF0000)
 
 NOTHING = (
     "wgmma.fence", "fence.mbarrier_init", "fence.acq_rel.", "prefetch.", "setmaxnreg.", "membar", "bar.warp.sync",
-    "nanosleep", "griddepcontrol.",
+    "nanosleep", "griddepcontrol.", "cp.async.bulk.prefetch.",
 )  # fmt: skip
 
 

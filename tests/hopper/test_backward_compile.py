@@ -123,6 +123,14 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight():
     dq = config.tile_n // 16
     assert count == 2 * (2 * 128 // 16 + 2 * config.tile_m // 16 + dq) + dq
     assert hazards == []
+    assert ptx.count("cp.async.bulk.prefetch.L2") == 1
+
+
+def test_sums_are_asked_for_under_a_causal_mask_in_dense_batches():
+    config = select_backward_config("bfloat16", 128, 128, True)
+    others = [{"causal": False}, {"ordered": True}, {"window": True}, {"layout": "varlen"}, {"alibi": True}]
+    assert config.fetches_sums
+    assert not any(replace(config, **other).fetches_sums for other in others)
 
 
 def test_strips_have_no_hazards():
