@@ -221,7 +221,7 @@ def main(arguments: list[str]) -> int:
         print(f"{what} time a call, us, for {shape}")
         for name, us in found["us"].items():
             print(f"  {name:18} {us:9.1f}")
-        for name in RATIOS.keys() & found.keys():
+        for name in filter(found.__contains__, RATIOS):
             print(f"  {name}: {found[name]:.2f}")
     write_text(options.out, dump_figures(figures))
     return 0

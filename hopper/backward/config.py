@@ -226,6 +226,11 @@ class PairedBackwardConfig(BackwardConfig):
         return False
 
     @property
+    def fetches_sums(self) -> bool:
+        """Not tried."""
+        return False
+
+    @property
     def keys(self) -> int:
         """Of a CTA."""
         return self.tile_n // CLUSTER_CTAS

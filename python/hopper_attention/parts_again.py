@@ -175,7 +175,9 @@ def _find_of_any_length(
     if call is None:
         return None
     k, *others = (tensors[place] for place in LENGTHS)
-    is_same = k.shape[1] == v.seqlen and not k.stride()[0] % TMA_BYTES
+    # A dimension of size 1 may have any stride, and is contiguous.
+    steps = k.stride()[0] | v.data.stride()[0] | v.data.stride()[1]
+    is_same = k.shape[1] == v.seqlen and not steps % TMA_BYTES
     if not is_same or not k.is_contiguous() or not all(x.is_contiguous() for x in others):
         return None
     if remembered.comes_again(key):

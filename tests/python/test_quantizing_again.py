@@ -128,3 +128,17 @@ def test_parts_with_keys_that_are_new_in_number_are_attended_to_by_an_earlier_ca
         replace(parts, dtype=torch.float16),
     ):
         assert parts_again.find(other, options) is None
+
+
+def test_parts_of_one_head_with_odd_strides_are_not_like_others(seen: Seen) -> None:
+    # Strides of dimensions of size 1, which make no tensor less contiguous.
+    q, options = draw(1, 3, 1, 64), (False, False, False, False, None)
+    for rows in (33, 34):
+        flash_attn_quantized_func(quantize_qkv(q, *[keys_of(rows, 1, 1)] * 2).opened())
+    parts = quantize_qkv(q, *[keys_of(35, 1, 1)] * 2).opened()
+    assert isinstance(parts.v, TransposedV)
+    assert parts_again.find(parts, options) is not None
+    for dim in (0, 1):
+        odd = parts.v.data.squeeze(dim).clone().unsqueeze(-1).movedim(-1, dim)
+        assert odd.is_contiguous() and odd.stride(dim) == 1
+        assert parts_again.find(replace(parts, v=replace(parts.v, data=odd)), options) is None

@@ -17,6 +17,9 @@ FP8_KEY_ORDER = tuple(
 """Slot of the k of an FP8 WGMMA -> key of 32: how V's keys must lie for ``store_row_as_operand_a_e4m3``, which leaves
 P in the order of the accumulator."""
 
+V_ROW_COLUMNS = 64
+"""Of V in rows, that the four warps which transpose it take at once."""
+
 V_ROW_STAGES = 2
 """Blocks of FP8 V in rows that wait in shared memory for their transposition."""
 
@@ -111,7 +114,10 @@ class Fp8ForwardConfig(ForwardConfig):
     def o_shares_rows(self) -> bool:
         """A tile's rows of V have all been read when its O is written, and none of the next is loaded until that has
         been stored."""
-        return self.v_rows and self._o_needs_place and V_ROW_STAGES * self.tile_n >= 2 * self.tile_m
+        holds_o = V_ROW_STAGES * self.tile_n >= 2 * self.tile_m
+        # It is given back under a tile's first Q K^T, before which a warpgroup may not wait for that tile's V.
+        is_returned = self.pipelined and not self.walks_apart
+        return self.v_rows and self._o_needs_place and holds_o and is_returned
 
     @property
     def starts_early(self) -> bool:
@@ -132,6 +138,10 @@ class Fp8ForwardConfig(ForwardConfig):
         if self.tile_n % FP8_KEYS_PER_STEP:
             raise ValueError(
                 f"tile_n is {self.tile_n}, allowed for {FP8_DTYPE}: multiples of {FP8_KEYS_PER_STEP}"
+            )
+        if self.v_rows and self.head_dim_v % V_ROW_COLUMNS:
+            raise ValueError(
+                f"head_dim_v is {self.head_dim_v}, allowed with v_rows: multiples of {V_ROW_COLUMNS}"
             )
         if not 0 <= self.polynomial_pairs <= 8:
             raise ValueError(f"polynomial_pairs is {self.polynomial_pairs}, allowed: 0 to 8")

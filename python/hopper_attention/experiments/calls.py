@@ -28,7 +28,6 @@ MOST_US = {
     "flash_attn_fp8_func": 30.0,
     "forward with gradients": 25.0,
     "backward": 60.0,
-    "backward, in the calling thread": 60.0,
     "forward, seqlen_k not seen before": 35.0,
     "decode, with a schedule": 12.0,
 }
@@ -115,8 +114,10 @@ def _first_parts(report: Report) -> list[str]:
         [f"`{row['page']}`", *(number(row[key], 1) for key in ("cold_s", "warm_s")), row["failed"] or NOTHING]
         for row in report["rows"]
     ]
-    text = "Seconds of a fresh process, with a cold compile cache and with a warm one; all pages' cold runs side by "
-    text += f"side on {report['cores']} cores."
+    text = "Seconds of a fresh process with a warm compile cache."
+    if any(row["cold_s"] is not None for row in report["rows"]):
+        text = "Seconds of a fresh process, with a cold compile cache and with a warm one; all pages' cold runs side "
+        text += f"by side on {report['cores']} cores."
     table = markdown_table(["page", "cold", "warm", "failed"], rows)
     return [section("The first example of each page", f"{_measured(report)}\n\n{text}\n\n{table}")]
 

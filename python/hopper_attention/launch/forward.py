@@ -237,9 +237,11 @@ class ReadyLaunch:
             else:
                 # Most calls, for which Python is to unpack nothing.
                 self.kernel(q, k, v, out, lse, device_memory.tile_counter(index), scale, self.ctas)
+            return out, lse
         except ValueError:
-            return self.launcher(q, k, v, softmax_scale, wants_lse, *window)
-        return out, lse
+            # Copies are to take the place of these, and errors of theirs are not to speak of addresses.
+            del out, lse
+        return self.launcher(q, k, v, softmax_scale, wants_lse, *window)
 
     def fill(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float) -> Tensor | None:
         """The lse; out is written to a tensor that is contiguous and may lie where Q does, as each tile of both is of
