@@ -95,7 +95,8 @@ def seconds_of(program: str, cache: Path, limit_s: float) -> tuple[float, str]:
 def measure(pages: Sequence[Path], runs: int, limit_s: float, warm: Path | None = None) -> list[Row]:
     """A row for each page: cold side by side, then warm in turns; warm alone with a cache that is."""
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(page, first_example(page), warm or Path(folder) / str(i)) for i, page in enumerate(pages)]
+        caches = [warm.resolve() if warm else Path(folder) / str(i) for i in range(len(pages))]
+        jobs = [(page, first_example(page), cache) for page, cache in zip(pages, caches, strict=True)]
         cold: list[tuple[float | None, str]] = [(None, "")] * len(jobs)
         if warm is None:
             with ThreadPoolExecutor(len(jobs)) as pool:
