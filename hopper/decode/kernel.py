@@ -40,9 +40,8 @@ from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 ONE_WARPGROUP = (1, 1, 1)
 
 COMBINING_CTAS, COMBINING_CTAS_OF_PAIRS = 256, 2048
-"""That put parts together, or a little more. Each adds up one row after another. Beside two consumers there is no room
-for them to wait in, and behind them the GPU is theirs."""
-
+"""That put parts together, or a little more, and as many more as ``MOST_ROWS`` asks for. Each adds up one row after
+another. Beside two consumers there is no room for them to wait in, and behind them the GPU is theirs."""
 
 MOST_ROWS = 4
 """Of a tile, that such a CTA adds up one after another."""
