@@ -13,13 +13,14 @@ from cute_kernels.launches.config import (
     ANY_WORDS,
     COUNTER_PLACE,
     COUNTER_WORDS,
+    DIMENSIONS_MASK,
     FIRST_CONSTANT,
     HEAD_WORDS,
     LAUNCH_WORDS,
+    LISTED,
     MAX_ARGUMENTS,
     OBJECT_WORDS,
     PIECE,
-    PIECE_WORDS,
     TENSOR_WORDS,
     LaunchesConfig,
 )
@@ -67,12 +68,8 @@ module {{
   }}
 
   // The tensor of a piece, in ``room``: as it is described, but where the one that it is cut from lies now.
-  llvm.func @cut(%piece: !ptr, %given: !ptr, %room: !ptr) {{
+  llvm.func @cut(%number: i64, %offset: i64, %kind_word: i64, %shape: i64, %strides: i64, %given: !ptr, %room: !ptr) {{
     %tensor_kind = llvm.mlir.constant(7 : i64) : i64
-    %number = llvm.load %piece : !ptr -> i64
-    %offset_at = llvm.getelementptr %piece[1] : (!ptr) -> !ptr, i64
-    %offset = llvm.load %offset_at : !ptr -> i64
-    %facts = llvm.getelementptr %piece[{PIECE_WORDS}] : (!ptr) -> !ptr, i64
     %any = llvm.getelementptr %given[%number] : (!ptr, i64) -> !ptr, !any
     %kind = llvm.load %any : !ptr -> i64
     %value_at = llvm.getelementptr %any[1] : (!ptr) -> !ptr, i64
@@ -87,21 +84,56 @@ module {{
     %device = llvm.load %device_at : !ptr -> i64
     %device_to = llvm.getelementptr %room[1] : (!ptr) -> !ptr, i64
     llvm.store %device, %device_to : i64, !ptr
-    %kind_at = llvm.getelementptr %facts[0] : (!ptr) -> !ptr, i64
-    %kind_word = llvm.load %kind_at : !ptr -> i64
     %kind_to = llvm.getelementptr %room[2] : (!ptr) -> !ptr, i64
     llvm.store %kind_word, %kind_to : i64, !ptr
-    %shape_at = llvm.getelementptr %facts[1] : (!ptr) -> !ptr, i64
-    %shape = llvm.load %shape_at : !ptr -> i64
     %shape_to = llvm.getelementptr %room[3] : (!ptr) -> !ptr, i64
     llvm.store %shape, %shape_to : i64, !ptr
-    %strides_at = llvm.getelementptr %facts[2] : (!ptr) -> !ptr, i64
-    %strides = llvm.load %strides_at : !ptr -> i64
     %strides_to = llvm.getelementptr %room[4] : (!ptr) -> !ptr, i64
     llvm.store %strides, %strides_to : i64, !ptr
     %zero = llvm.mlir.constant(0 : i64) : i64
     %bytes_to = llvm.getelementptr %room[5] : (!ptr) -> !ptr, i64
     llvm.store %zero, %bytes_to : i64, !ptr
+    llvm.return
+  }}
+
+  // ``cut`` of a piece with facts of its own.
+  llvm.func @cut_piece(%piece: !ptr, %given: !ptr, %room: !ptr) {{
+    %number = llvm.load %piece : !ptr -> i64
+    %offset_at = llvm.getelementptr %piece[1] : (!ptr) -> !ptr, i64
+    %offset = llvm.load %offset_at : !ptr -> i64
+    %kind_at = llvm.getelementptr %piece[2] : (!ptr) -> !ptr, i64
+    %kind = llvm.load %kind_at : !ptr -> i64
+    %shape_at = llvm.getelementptr %piece[3] : (!ptr) -> !ptr, i64
+    %shape = llvm.load %shape_at : !ptr -> i64
+    %strides_at = llvm.getelementptr %piece[4] : (!ptr) -> !ptr, i64
+    %strides = llvm.load %strides_at : !ptr -> i64
+    llvm.call @cut(%number, %offset, %kind, %shape, %strides, %given, %room)
+        : (i64, i64, i64, i64, i64, !ptr, !ptr) -> ()
+    llvm.return
+  }}
+
+  // ``cut`` of one whose facts are in the caller's list: a byte, and as many sizes and strides as it has dimensions.
+  llvm.func @cut_listed(%piece: !ptr, %given: !ptr, %room: !ptr) {{
+    %dimensions_mask = llvm.mlir.constant({DIMENSIONS_MASK} : i64) : i64
+    %number = llvm.load %piece : !ptr -> i64
+    %list_number_at = llvm.getelementptr %piece[1] : (!ptr) -> !ptr, i64
+    %list_number = llvm.load %list_number_at : !ptr -> i64
+    %word_at = llvm.getelementptr %piece[2] : (!ptr) -> !ptr, i64
+    %word = llvm.load %word_at : !ptr -> i64
+    %kind_at = llvm.getelementptr %piece[3] : (!ptr) -> !ptr, i64
+    %kind = llvm.load %kind_at : !ptr -> i64
+    %any = llvm.getelementptr %given[%list_number] : (!ptr, i64) -> !ptr, !any
+    %list_at = llvm.getelementptr %any[1] : (!ptr) -> !ptr, i64
+    %list = llvm.load %list_at : !ptr -> !ptr
+    %facts = llvm.getelementptr %list[%word] : (!ptr, i64) -> !ptr, i64
+    %offset = llvm.load %facts : !ptr -> i64
+    %shape_at = llvm.getelementptr %facts[1] : (!ptr) -> !ptr, i64
+    %shape = llvm.ptrtoint %shape_at : !ptr to i64
+    %dimensions = llvm.and %kind, %dimensions_mask : i64
+    %strides_at = llvm.getelementptr %shape_at[%dimensions] : (!ptr, i64) -> !ptr, i64
+    %strides = llvm.ptrtoint %strides_at : !ptr to i64
+    llvm.call @cut(%number, %offset, %kind, %shape, %strides, %given, %room)
+        : (i64, i64, i64, i64, i64, !ptr, !ptr) -> ()
     llvm.return
   }}
 
@@ -115,6 +147,7 @@ module {{
     %first_constant = llvm.mlir.constant({FIRST_CONSTANT} : i64) : i64
     %tensor_kind = llvm.mlir.constant(7 : i64) : i64
     %piece_kind = llvm.mlir.constant({PIECE} : i64) : i64
+    %listed_kind = llvm.mlir.constant({LISTED} : i64) : i64
     %success = llvm.mlir.constant(0 : i32) : i32
     %failure = llvm.mlir.constant(-1 : i32) : i32
     %single = llvm.mlir.constant(1 : i32) : i32
@@ -179,12 +212,18 @@ module {{
     %constant_at = llvm.getelementptr %constants[%constant] : (!ptr, i64) -> !ptr, !any
     %constant_kind = llvm.load %constant_at : !ptr -> i64
     %is_piece = llvm.icmp "eq" %constant_kind, %piece_kind : i64
-    llvm.cond_br %is_piece, ^cut, ^copy(%constant_at : !ptr)
-  ^cut:
     %piece_at = llvm.getelementptr %constant_at[1] : (!ptr) -> !ptr, i64
     %piece = llvm.load %piece_at : !ptr -> !ptr
     %room_at = llvm.getelementptr %pieces[%i] : (!ptr, i64) -> !ptr, !tensor
-    llvm.call @cut(%piece, %given, %room_at) : (!ptr, !ptr, !ptr) -> ()
+    llvm.cond_br %is_piece, ^cut, ^unless_listed
+  ^cut:
+    llvm.call @cut_piece(%piece, %given, %room_at) : (!ptr, !ptr, !ptr) -> ()
+    llvm.br ^put(%tensor_kind, %room_at : i64, !ptr)
+  ^unless_listed:
+    %is_listed = llvm.icmp "eq" %constant_kind, %listed_kind : i64
+    llvm.cond_br %is_listed, ^cut_listed, ^copy(%constant_at : !ptr)
+  ^cut_listed:
+    llvm.call @cut_listed(%piece, %given, %room_at) : (!ptr, !ptr, !ptr) -> ()
     llvm.br ^put(%tensor_kind, %room_at : i64, !ptr)
   ^copy(%from: !ptr):
     %from_kind = llvm.load %from : !ptr -> i64

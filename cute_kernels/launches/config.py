@@ -13,7 +13,10 @@ words. A counter is a key, which is 1 + the stream or 0 while it has none, the n
 
 A constant whose first word is ``PIECE`` has as its second the address of a tensor that is a part of an argument of the
 caller: the number of that argument, the byte at which the part begins, its number of dimensions and dtype as in a
-``DLTensor``, and the addresses of its shape and of its strides. It is on the argument's device.
+``DLTensor``, and the addresses of its shape and of its strides. It is on the argument's device. One whose first word is
+``LISTED`` is such a part too, of which byte, shape and strides are words of a list that the caller makes for each call:
+its second word is the address of the number of the argument, of the number of an integer argument that is the address
+of the list, of the word at which the part's begin, and of its number of dimensions and dtype.
 
 Nothing here imports the DSL.
 """
@@ -24,11 +27,14 @@ from dataclasses import dataclass
 
 HEAD_WORDS, LAUNCH_WORDS, ANY_WORDS, COUNTER_WORDS = 4, 2, 2, 8
 
-TENSOR_WORDS, OBJECT_WORDS, PIECE_WORDS = 6, 3, 2
-"""Of a ``DLTensor``, of what lies before it in a tensor of TVM FFI, and of what lies before the facts of a piece."""
+TENSOR_WORDS, OBJECT_WORDS = 6, 3
+"""Of a ``DLTensor``, and of what lies before it in a tensor of TVM FFI."""
 
-PIECE = -1
+PIECE, LISTED = -1, -2
 """In place of a type index."""
+
+DIMENSIONS_MASK = 2**32 - 1
+"""Of the word with the number of dimensions and the dtype of a piece: the former."""
 
 COUNTER_PLACE, FIRST_CONSTANT = -1, -2
 

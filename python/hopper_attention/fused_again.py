@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,7 +26,7 @@ from hopper_attention.launch.quantize import (
 from hopper_attention.launch.value_mean import ValueMeanLauncher
 from hopper_attention.layout import TMA_BYTES, new_strides
 from hopper_attention.like_calls import Remembered, may_be_like
-from hopper_attention.parts_memory import PartsLayout
+from hopper_attention.parts_memory import AnyLengthLayout, PartsLayout
 from hopper_attention.problem import longest_alike
 from hopper_attention.quantized import Fp8Quantization, Means, QuantizedQKV
 
@@ -71,7 +71,7 @@ class QuantizeCall:
                 pieces = *pieces, mean
             rows = c.block_q, c.block_k
             layout = PartsLayout.of(pieces, rows, launcher.largest_codes, k.shape[1], no_floats)
-            script = at_once.make_script(_steps(layout, launcher, finder, extras))
+            script = at_once.make_script(_steps(layout.parts(3, 4), launcher, finder, extras))
         return cls(launcher, given, made, extras, outputs, finder, mean.facts, no_floats, layout, script)
 
     def with_keys_of(self, q: Tensor, k: Tensor, v: Tensor) -> QuantizeCall:
@@ -100,17 +100,47 @@ class QuantizeCall:
         return QuantizedQKV.unchecked(*parts, self.made, q.dtype, means)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizeAnyLength:
+    """``QuantizeCall`` for calls with any number of keys, of which ``one`` served some."""
+
+    one: QuantizeCall
+    launcher: QuantizeLauncher
+    given: Fp8Quantization
+    layout: AnyLengthLayout | None
+    script: Script | None
+
+    @classmethod
+    def of(cls, one: QuantizeCall) -> QuantizeAnyLength:
+        """That of calls like those of ``one`` but for their keys."""
+        layout = script = None
+        if one.layout is not None:
+            layout = AnyLengthLayout(one.layout)
+            script = at_once.make_script(_steps(layout.parts(3, 4, 5), one.launcher, one.finder, one.extras))
+        return cls(one, one.launcher, one.given, layout, script)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> QuantizedQKV:
+        """As that of ``QuantizeCall``."""
+        one, make = self.one, device_memory.empty_on_gpu
+        layout = None if self.layout is None else self.layout.of(k.shape[1])
+        if layout is None or self.script is None:
+            return one.with_keys_of(q, k, v)(q, k, v)
+        codes, floats, listed = make(*layout.codes), make(*layout.floats), layout.listed()
+        self.script.run(q, k, v, codes, floats, listed.buffer_info()[0])
+        return QuantizedQKV.in_memory((layout, codes, floats), one.made, q.dtype, one.no_floats)
+
+
 def facts_of(pieces: Pieces) -> tuple[Facts, ...]:
     """Those of ``Piece.facts``. Nothing is kept of them: a length that is new in every call would fill memory."""
     return tuple([(tuple(piece.shape), new_strides(piece.shape), piece.dtype) for piece in pieces])
 
 
 def _steps(
-    layout: PartsLayout, launcher: QuantizeLauncher, finder: ValueMeanLauncher | None, extras: Extras
+    parts: Sequence[Any], launcher: QuantizeLauncher, finder: ValueMeanLauncher | None, extras: Extras
 ) -> list[Step]:
-    """The launches of a call that gives q, k, v, codes and floats."""
+    """The launches of a call that gives q, k and v, and then what ``parts`` lie in."""
     q, k, v = map(Given, range(3))
-    *parts, mean = layout.parts(3, 4) if finder is not None else (*layout.parts(3, 4), None)
+    *parts, mean = parts if finder is not None else (*parts, None)
     before = []
     if finder is not None:
         before.append(Step(finder.kernel, (v, mean)))
@@ -183,32 +213,41 @@ class FusedCalls(Generic[Fused]):
             self._remembered.keep(key, make(), q, k, v)
 
 
-class QuantizeCalls(FusedCalls[QuantizeCall]):
+class QuantizeCalls(FusedCalls[QuantizeCall | QuantizeAnyLength]):
     """Those of ``quantize_qkv``, which serve other numbers of keys too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._of_any_length: Remembered[QuantizeCall] = Remembered(REMEMBERED_CALLS)
+        self._of_any_length: Remembered[QuantizeAnyLength] = Remembered(REMEMBERED_CALLS)
 
     def cache_clear(self) -> None:
         super().cache_clear()
         self._of_any_length.cache_clear()
 
-    def _find_of_any_length(self, key: Key, q: Tensor, k: Tensor, v: Any) -> QuantizeCall | None:
+    def _find_of_any_length(self, key: Key, q: Tensor, k: Tensor, v: Any) -> QuantizeAnyLength | None:
         class_key = _class_key(key)
         found = None if class_key is None else self._of_any_length.find(class_key, q, k, v)
         if found is None or v.shape[1] != k.shape[1] or (k.stride()[0] | v.stride()[0]) % CHUNK:
             return None
         return found
 
-    def _with_keys_of(self, call: QuantizeCall, key: Key, q: Tensor, k: Tensor, v: Tensor) -> QuantizeCall:
-        if not self._remembered.comes_again(key):
-            return call.with_keys_of(q, k, v)
-        call = QuantizeCall.of(call.launcher, call.given, call.made, q, k, v)
-        self._remembered.keep(key, call, q, k, v)
-        return call
+    def _with_keys_of(
+        self, call: QuantizeCall | QuantizeAnyLength, key: Key, q: Tensor, k: Tensor, v: Tensor
+    ) -> QuantizeCall | QuantizeAnyLength:
+        if isinstance(call, QuantizeCall) or not self._remembered.comes_again(key):
+            return call
+        known = QuantizeCall.of(call.launcher, call.given, call.one.made, q, k, v)
+        self._remembered.keep(key, known, q, k, v)
+        return known
 
-    def _keep(self, make: Callable[[], QuantizeCall], key: Key, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def _keep(
+        self,
+        make: Callable[[], QuantizeCall | QuantizeAnyLength],
+        key: Key,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> None:
         class_key = _class_key(key)
         comes_again = self._remembered.comes_again(key)
         has_others = class_key is not None and self._of_any_length.comes_again(class_key)
@@ -217,8 +256,10 @@ class QuantizeCalls(FusedCalls[QuantizeCall]):
         call = make()
         if comes_again:
             self._remembered.keep(key, call, q, k, v)
-        if has_others and self._of_any_length.find(class_key, q, k, v) is None:
-            self._of_any_length.keep(class_key, call, q, k, v, of_any_length={1: 1, 2: 1})
+        is_known = not has_others or self._of_any_length.find(class_key, q, k, v) is not None
+        if isinstance(call, QuantizeCall) and not is_known:
+            of_any, lengths = QuantizeAnyLength.of(call), {1: 1, 2: 1}
+            self._of_any_length.keep(class_key, of_any, q, k, v, of_any_length=lengths)
 
 
 def _key_of(q: Tensor, k: Tensor, quantization: Any, options: tuple[Any, ...]) -> Key:

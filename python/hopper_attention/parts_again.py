@@ -19,7 +19,7 @@ from hopper_attention.launch.fp8 import Fp8HopperLauncher
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES
-from hopper_attention.parts_memory import PartsLayout
+from hopper_attention.parts_memory import LengthLayout, PartsLayout
 from hopper_attention.problem import longest_alike
 from hopper_attention.quantized import MEMORY, PartsMemory, QuantizedQKV, TransposedV
 
@@ -144,7 +144,11 @@ def find(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | MemoryCal
     if not may_be_like():
         return None
     memory = vars(parts).get(MEMORY)
-    call = _find_made(parts, options) if memory is None else _find_in_memory(parts, memory, options)
+    if memory is None or isinstance(memory[0], LengthLayout):
+        # What is kept of the layout of one call would serve no other.
+        call: PartsCall | MemoryCall | None = _find_made(parts, options)
+    else:
+        call = _find_in_memory(parts, memory, options)
     if call is None:
         return None
     index = call.launcher.device_index

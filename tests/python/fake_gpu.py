@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
@@ -115,6 +116,12 @@ def argument_of(x: Any, given: tuple[Any, ...]) -> Any:
         shape, strides, dtype = x.facts
         assert given[x.number].dtype == dtype and x.byte % 256 == 0
         return guards._reinterpret_tensor(given[x.number], shape, strides, x.byte // dtype.itemsize)
+    if isinstance(x, at_once.ListedPart):
+        count = 1 + 2 * x.dimensions
+        first = given[x.listed] + 8 * x.word
+        byte, *facts = (ctypes.c_int64 * count).from_address(first)
+        sizes, strides = tuple(facts[: x.dimensions]), tuple(facts[x.dimensions :])
+        return argument_of(at_once.Part(x.number, byte, (sizes, strides, x.dtype)), given)
     return x
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import io
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -20,12 +21,13 @@ from hopper_attention import (
     compile_cache,
     flash_attn_quantized_func,
     fp8,
+    fused_again,
     parts_memory,
     quantize_qkv,
 )
 from hopper_attention.launch import at_once, quantize
 from hopper_attention.launch import fp8 as fp8_launch
-from hopper_attention.launch.at_once import Given, Part, Step
+from hopper_attention.launch.at_once import Given, ListedPart, Part, Step
 from hopper_attention.quantized import MEMORY, QuantizedQKV
 from tests.python.fake_gpu import forget_launchers, pretend
 
@@ -181,6 +183,67 @@ def test_attention_reads_them_where_they_lie(seen: list[Any], monkeypatch: pytes
     assert seen[-1][0] is parts.q.data and [x for x in seen[-1] if isinstance(x, float)] == [0.5]
 
 
+# a number of keys that is new
+
+
+@pytest.mark.parametrize("options", [{}, {"smooth_v": False}, {"seed": 3}])
+def test_tensors_of_a_new_length_are_those_that_first_calls_make(options: dict[str, Any]) -> None:
+    c = Fp8Quantization(**options)
+    for rows in (1, 15, 16, 17, 31, 32, 35, 63, 64):
+        fused_again.quantizing.cache_clear()
+        q, k, v = qkv(50)[0], *qkv(rows)[1:]
+        first = quantize_qkv(q, k, v, quantization=c)
+        fused_again.quantizing.cache_clear()
+        for known in (33, 34):
+            quantize_qkv(q, *qkv(known)[1:], quantization=c)
+        parts, known = (quantize_qkv(q, k, v, quantization=c) for _ in range(2))
+        layout, codes, floats = vars(parts)[MEMORY]
+        assert isinstance(layout, parts_memory.LengthLayout)
+        of_known, *_ = vars(known)[MEMORY]
+        assert isinstance(of_known, parts_memory.PartsLayout)
+        assert (layout.codes, layout.floats) == (of_known.codes, of_known.floats)
+        offsets = [x.data_ptr() for x in tensors_of(replace(parts, **of_known.fields(codes, floats)))]
+        assert_same(parts, first)
+        assert [x.data_ptr() for x in tensors_of(parts)] == offsets
+
+
+def test_codes_of_a_new_length_that_are_large_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = qkv(3)[0]
+    for known in (33, 34):
+        quantize_qkv(q, *qkv(known)[1:])
+    monkeypatch.setattr(parts_memory, "MAX_BYTES", 20000)
+    small, large = (quantize_qkv(q, *qkv(rows)[1:]) for rows in (20, 64))
+    assert MEMORY in vars(small) and MEMORY not in vars(large)
+    fused_again.quantizing.cache_clear()
+    assert_same(large, quantize_qkv(q, *qkv(64)[1:]))
+
+
+def test_attention_to_parts_of_a_new_length_opens_them(
+    seen: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = qkv(3)[0]
+    for rows in (33, 34, 36):
+        flash_attn_quantized_func(quantize_qkv(q, *qkv(rows)[1:]))
+    monkeypatch.setattr(fp8, "attend_and_undo", lambda *given: pytest.fail("found anew"))
+    for rows in (35, 60, 1):
+        parts = quantize_qkv(q, *qkv(rows)[1:])
+        flash_attn_quantized_func(parts)
+        assert MEMORY not in vars(parts) and seen[-1][1] is parts.k.data and seen[-1][2] is parts.v.data
+
+
+def test_threads_quantize_new_lengths_at_the_same_time() -> None:
+    q = qkv(3)[0]
+    lengths = [*range(35, 64)]
+    expected = {rows: quantize_qkv(q, *qkv(rows)[1:]) for rows in lengths}
+    fused_again.quantizing.cache_clear()
+    for known in (33, 34):
+        quantize_qkv(q, *qkv(known)[1:])
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda rows: quantize_qkv(q, *qkv(rows)[1:]), lengths))
+    for rows, parts in zip(lengths, found, strict=True):
+        assert_same(parts, expected[rows])
+
+
 # the native code
 
 
@@ -226,6 +289,22 @@ def test_parts_of_a_tensor_of_the_ffi_itself() -> None:
     script.run(tvm_ffi.from_dlpack(memory))
     ((_, _, _, address, _),) = found[-1]
     assert ctypes.cast(address, ctypes.POINTER(ctypes.c_int32))[0] == 2
+
+
+def test_launches_get_parts_that_a_call_lists() -> None:
+    found: list[list[Any]] = []
+    codes, floats = ListedPart(1, 2, 3, 3, E4M3), ListedPart(0, 2, 0, 1, torch.float32)
+    script = make_script(
+        [Step(seen_by_native(found), (codes, Given(0), floats, Part(1, 8, ((1,), (1,), E4M3))))]
+    )
+    x, memory = torch.zeros(3, 5), torch.zeros(4096, dtype=E4M3)
+    for n in (1, 7):
+        listed = array("q", (4 * n, 2, 1, 512 * n, 2, n, 4, 4 * n, 4, 1))
+        script.run(x, memory, listed.buffer_info()[0])
+        part, whole, of_floats, constant = found[-1]
+        assert part == ((2, n, 4), (4 * n, 4, 1), "float8_e4m3fn", memory.data_ptr() + 512 * n, "cpu:0")
+        assert whole[3] == x.data_ptr() and constant[3] == memory.data_ptr() + 8
+        assert of_floats == ((2,), (1,), "float32", x.data_ptr() + 4 * n, "cpu:0")
 
 
 def test_an_error_of_a_launch_is_raised_and_ends_the_call() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_kernels.launches.config import FIRST_CONSTANT, MAX_ARGUMENTS, PIECE, LaunchesConfig
+from cute_kernels.launches.config import FIRST_CONSTANT, LISTED, MAX_ARGUMENTS, PIECE, LaunchesConfig
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.device_memory import Facts
@@ -40,8 +40,19 @@ class Part(NamedTuple):
     facts: Facts
 
 
+class ListedPart(NamedTuple):
+    """The same with facts that change from call to call. The call's argument ``listed`` is the address of words of 64
+    bits, of which that number ``word`` is the byte; behind it are as many sizes as ``dimensions``, and strides."""
+
+    number: int
+    listed: int
+    word: int
+    dimensions: int
+    dtype: torch.dtype
+
+
 class Step(NamedTuple):
-    """A launch, and its arguments: ``Given``, ``Part``, None, numbers, and tensors that are kept."""
+    """A launch, and its arguments: ``Given``, ``Part``, ``ListedPart``, None, numbers, and tensors that are kept."""
 
     kernel: Kernel
     arguments: tuple[Any, ...]
@@ -95,8 +106,11 @@ def _constant_of(argument: Any, kept: list[Any]) -> tuple[int, int]:
         return NONE, 0
     if isinstance(argument, Part):
         number, byte, (shape, strides, dtype) = argument
-        kind = len(shape) | DL_CODES[dtype] << 32 | dtype.itemsize * 8 << 40 | 1 << 48
+        kind = _kind_of(len(shape), dtype)
         return PIECE, _words([number, byte, kind, _words(shape, kept), _words(strides, kept)], kept)
+    if isinstance(argument, ListedPart):
+        *places, dimensions, dtype = argument
+        return LISTED, _words([*places, _kind_of(dimensions, dtype)], kept)
     if isinstance(argument, int):
         return INTEGER, argument
     if isinstance(argument, float):
@@ -106,3 +120,8 @@ def _constant_of(argument: Any, kept: list[Any]) -> tuple[int, int]:
     tensor = argument if isinstance(argument, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(argument)
     kept.append(tensor)
     return TENSOR, tensor.__chandle__()
+
+
+def _kind_of(dimensions: int, dtype: torch.dtype) -> int:
+    """The word of a ``DLTensor`` with its number of dimensions and its dtype."""
+    return dimensions | DL_CODES[dtype] << 32 | dtype.itemsize * 8 << 40 | 1 << 48
