@@ -41,6 +41,8 @@ class Schedule:
         all up to ``sm_margin``: arguments of ``get_scheduler_metadata``; window_size as two ints, page_size 0 for a
             cache without pages.
         has_cu_seqlens_q, has_cu_seqlens_k_new, has_leftpad: whether these are given.
+        device: of cache_seqlens, so that what was found on one GPU is not asked of another one's schedule, which calls
+            do not compare.
         calls, latest: what serves those that were made, of each kind one, and the latest of them.
     """
 
@@ -63,6 +65,7 @@ class Schedule:
     has_cu_seqlens_q: bool
     has_cu_seqlens_k_new: bool
     has_leftpad: bool
+    device: torch.device
     calls: Remembered[DecodeCall] = field(
         default_factory=lambda: Remembered(MAX_CALLS), init=False, repr=False
     )
@@ -236,6 +239,7 @@ def get_scheduler_metadata(
             cu_seqlens_q is not None,
             cu_seqlens_k_new is not None,
             cache_leftpad is not None,
+            metadata.device,
         )
     return metadata
 

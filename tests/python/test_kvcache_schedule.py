@@ -185,6 +185,17 @@ def test_layers_of_a_step_share_what_the_first_one_found(
     assert len(reads) == found + 1 and seen[-1][0].shape == (3, 1, 8, 64)
 
 
+def test_a_schedule_of_another_device_is_refused_behind_calls_too(seen: Seen) -> None:
+    # As on two GPUs: everything but the device of a schedule is the same.
+    lengths = torch.zeros(2, dtype=torch.int32, device="meta")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="scheduler_metadata is on meta"):
+            flash_attn_with_kvcache(**layer(scheduler_metadata=schedule_for_layers(cache_seqlens=lengths)))
+        for _ in range(3):
+            flash_attn_with_kvcache(**layer(scheduler_metadata=schedule_for_layers()))
+    assert len(seen) == 6
+
+
 @pytest.mark.parametrize("with_schedule", [False, True])
 def test_a_call_that_is_made_again_has_its_own_results(with_schedule: bool, seen: Seen) -> None:
     given = {"scheduler_metadata": schedule_for_layers()} if with_schedule else {}
