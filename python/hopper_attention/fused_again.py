@@ -125,8 +125,8 @@ class QuantizeAnyLength:
         layout = None if self.layout is None else self.layout.of(k.shape[1])
         if layout is None or self.script is None:
             return one.with_keys_of(q, k, v)(q, k, v)
-        codes, floats, listed = make(*layout.codes), make(*layout.floats), layout.listed()
-        self.script.run(q, k, v, codes, floats, listed.buffer_info()[0])
+        codes, floats = make(*layout.codes), make(*layout.floats)
+        self.script.run(q, k, v, codes, floats, layout.listed.buffer_info()[0])
         return QuantizedQKV.in_memory((layout, codes, floats), one.made, q.dtype, one.no_floats)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,13 @@ from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Facts, Piece
 from hopper_attention.fp8_rules import block_of
 from hopper_attention.launch import at_once, fp8
-from hopper_attention.launch.at_once import Given, Script, Step
+from hopper_attention.launch.at_once import Given, ListedPart, Part, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, no_vectors
 from hopper_attention.launch.fp8 import Fp8HopperLauncher
 from hopper_attention.layout import TMA_BYTES
-from hopper_attention.like_calls import Remembered, may_be_like
+from hopper_attention.like_calls import NO_LENGTHS, Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES
-from hopper_attention.parts_memory import LengthLayout, PartsLayout
+from hopper_attention.parts_memory import AnyLengthLayout, LengthLayout, PartsLayout
 from hopper_attention.problem import longest_alike
 from hopper_attention.quantized import MEMORY, PartsMemory, QuantizedQKV, TransposedV
 
@@ -99,10 +100,15 @@ class MemoryCall:
     default_scale: float
 
     @classmethod
-    def of(cls, call: PartsCall, layout: PartsLayout) -> MemoryCall:
+    def of(cls, call: PartsCall, layout: PartsLayout | AnyLengthLayout) -> MemoryCall:
         """What ``call`` is where parts lie like this."""
-        codes, floats, out, lse, counter, scale = map(Given, range(6))
-        q, k, v, of_q, of_k, of_v, *means = layout.parts(codes.number, floats.number)
+        codes, floats, out, lse, counter, scale, listed = map(Given, range(7))
+        places = codes.number, floats.number
+        if isinstance(layout, PartsLayout):
+            parts: Sequence[Part | ListedPart] = layout.parts(*places)
+        else:
+            parts = layout.parts(*places, listed.number)
+        q, k, v, of_q, of_k, of_v, *means = parts
         tensors, scales = (q, k, v, out, lse), (of_q, of_k, of_v, call.ones)
         mean = means[0] if means else call.no_mean
         of_call = counter, scales, mean, call.rows_q, scale, FULL_SIDES
@@ -116,10 +122,14 @@ class MemoryCall:
         if memory is None:
             # Another thread has asked for them since they were looked at.
             return self.made(parts, softmax_scale, wants_lse)
-        _, codes, floats = memory
+        layout, codes, floats = memory
         out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
         counter = device_memory.tile_counter(self.launcher.device_index)
-        self.script.run(codes, floats, out, lse, counter, softmax_scale)
+        if isinstance(layout, LengthLayout):
+            listed, _ = layout.listed.buffer_info()
+            self.script.run(codes, floats, out, lse, counter, softmax_scale, listed)
+        else:
+            self.script.run(codes, floats, out, lse, counter, softmax_scale)
         return out, lse
 
 
@@ -144,11 +154,7 @@ def find(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | MemoryCal
     if not may_be_like():
         return None
     memory = vars(parts).get(MEMORY)
-    if memory is None or isinstance(memory[0], LengthLayout):
-        # What is kept of the layout of one call would serve no other.
-        call: PartsCall | MemoryCall | None = _find_made(parts, options)
-    else:
-        call = _find_in_memory(parts, memory, options)
+    call = _find_made(parts, options) if memory is None else _find_in_memory(parts, memory, options)
     if call is None:
         return None
     index = call.launcher.device_index
@@ -191,13 +197,22 @@ def _find_of_any_length(
 
 def _find_in_memory(parts: QuantizedQKV, memory: PartsMemory, options: tuple[Any, ...]) -> MemoryCall | None:
     layout, codes, floats = memory
-    key = layout, options, tuple(map(type, options))
+    if isinstance(layout, LengthLayout):
+        # That of any number of keys for which a kernel is chosen alike, but for whether they share a scale.
+        kind: PartsLayout | AnyLengthLayout = layout.of_any
+        of_any_length: Mapping[int, int] = {0: 0, 1: 0}
+        block = block_of(layout.of_any.one.rows_k, layout.seqlen_k)
+    elif isinstance(layout, PartsLayout):
+        kind, of_any_length, block = layout, NO_LENGTHS, layout.rows_k
+    else:
+        return None
+    key = kind, block, options, tuple(map(type, options))
     found = in_memory.find(key, codes, floats)
-    if found is None and isinstance(layout, PartsLayout):
+    if found is None:
         call = _find_made(parts.opened(), options)
         if call is not None:
-            found = MemoryCall.of(call, layout)
-            in_memory.keep(key, found, codes, floats)
+            found = MemoryCall.of(call, kind)
+            in_memory.keep(key, found, codes, floats, of_any_length=of_any_length)
     return found
 
 

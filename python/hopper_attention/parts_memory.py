@@ -97,20 +97,15 @@ FLOAT_BYTES = torch.float32.itemsize
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthLayout:
     """``PartsLayout`` of one number of keys, which is made if someone asks for a tensor: ``of_any`` with its ``codes``,
-    ``floats`` and ``lengthened`` offsets, those of K, V, their scales and the mean."""
+    ``floats`` and ``lengthened`` offsets, those of K, V, their scales and the mean; ``listed`` has what launches with
+    ``AnyLengthLayout.parts`` want of it."""
 
     of_any: AnyLengthLayout
     codes: Facts
     floats: Facts
     lengthened: tuple[Offset, ...]
+    listed: array[int]
     seqlen_k: int
-
-    def listed(self) -> array[int]:
-        """What a call's list has of ``AnyLengthLayout.parts``."""
-        (k, s_k, at_k), (v, s_v, at_v), (x, s_x, at_x), (y, s_y, at_y), (m, s_m, at_m) = self.lengthened
-        at_x, at_y, at_m = at_x * FLOAT_BYTES, at_y * FLOAT_BYTES, at_m * FLOAT_BYTES
-        codes = at_k, *k, *s_k, at_v, *v, *s_v
-        return array("q", (*codes, at_x, *x, *s_x, at_y, *y, *s_y, at_m, *m, *s_m))
 
     def fields(self, codes: Tensor, floats: Tensor) -> dict[str, Any]:
         """As ``PartsLayout.fields``."""
@@ -154,7 +149,7 @@ class AnyLengthLayout:
             ((batch, kv_heads, head_dim_v), (kv_heads * head_dim_v, head_dim_v, 1), at_mean),
         )
         facts = ((codes,), (1,), E4M3), ((at_mean + of_mean,), (1,), torch.float32)
-        return LengthLayout(self, *facts, lengthened, seqlen_k)
+        return LengthLayout(self, *facts, lengthened, _listed(lengthened), seqlen_k)
 
     def parts(self, codes: int, floats: int, listed: int) -> list[Part | ListedPart]:
         """As ``PartsLayout.parts``, for calls whose argument ``listed`` is the address of ``LengthLayout.listed``."""
@@ -166,6 +161,14 @@ class AnyLengthLayout:
                 found[number] = ListedPart(whole, listed, word, dimensions, dtype)
                 word += 1 + 2 * dimensions
         return found
+
+
+def _listed(lengthened: tuple[Offset, ...]) -> array[int]:
+    """Byte, sizes and strides of each."""
+    (k, s_k, at_k), (v, s_v, at_v), (x, s_x, at_x), (y, s_y, at_y), (m, s_m, at_m) = lengthened
+    at_x, at_y, at_m = at_x * FLOAT_BYTES, at_y * FLOAT_BYTES, at_m * FLOAT_BYTES
+    codes = at_k, *k, *s_k, at_v, *v, *s_v
+    return array("q", (*codes, at_x, *x, *s_x, at_y, *y, *s_y, at_m, *m, *s_m))
 
 
 def _rounded(number: int) -> int:

@@ -218,17 +218,25 @@ def test_codes_of_a_new_length_that_are_large_do_not_share_memory(monkeypatch: p
     assert_same(large, quantize_qkv(q, *qkv(64)[1:]))
 
 
-def test_attention_to_parts_of_a_new_length_opens_them(
-    seen: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("known", "lengths"), [((33, 34), (35, 60, 1)), ((2100, 2101), (2099, 2049, 2300))])
+def test_attention_reads_parts_of_a_new_length_where_they_lie(
+    seen: list[Any], monkeypatch: pytest.MonkeyPatch, known: tuple[int, ...], lengths: tuple[int, ...]
 ) -> None:
-    q = qkv(3)[0]
-    for rows in (33, 34, 36):
-        flash_attn_quantized_func(quantize_qkv(q, *qkv(rows)[1:]))
-    monkeypatch.setattr(fp8, "attend_and_undo", lambda *given: pytest.fail("found anew"))
-    for rows in (35, 60, 1):
-        parts = quantize_qkv(q, *qkv(rows)[1:])
-        flash_attn_quantized_func(parts)
-        assert MEMORY not in vars(parts) and seen[-1][1] is parts.k.data and seen[-1][2] is parts.v.data
+    q, options = qkv(3)[0], {"causal": True, "softmax_scale": 0.25}
+    for rows in (*known, known[1] + 1):
+        flash_attn_quantized_func(quantize_qkv(q, *qkv(rows)[1:]), **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "attend_and_undo", lambda *given: pytest.fail("found anew"))
+        for rows in lengths:
+            parts = quantize_qkv(q, *qkv(rows)[1:])
+            out = flash_attn_quantized_func(parts, **options)
+            assert MEMORY in vars(parts) and out.shape == q.shape
+            given = seen[-1]
+            read = [given[n] for n in (0, 1, 2, 6, 7, 9 if rows < 2048 else 8, 10)]
+            for x, y in zip(read, tensors_of(parts), strict=True):
+                assert (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())
+    # Those of a length that is not alike are served by a kernel of their own.
+    assert flash_attn_quantized_func(quantize_qkv(q, *qkv(known[1] + 500)[1:]), **options).shape == q.shape
 
 
 def test_threads_quantize_new_lengths_at_the_same_time() -> None:
