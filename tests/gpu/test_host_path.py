@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -26,7 +26,9 @@ from hopper_attention import (
     kvcache,
     parts_again,
     quantize_qkv,
+    varlen_again,
 )
+from hopper_attention.launch import gradients_again, packed_gradients_again
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +89,7 @@ def test_calls_of_different_kinds_take_turns_with_one_work_memory(draw) -> None:
 
 
 def at_an_odd_address(x: Tensor) -> Tensor:
-    """A copy that begins 2 bytes behind a multiple of 16."""
+    """A copy that begins an element behind a multiple of 16 bytes."""
     return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
 
 
@@ -113,6 +115,26 @@ def test_kernels_refuse_odd_addresses_of_calls_that_were_seen(draw) -> None:
         assert all(torch.equal(*pair) for pair in zip(results(*moved), expected, strict=True)), odd
         # A cache at an odd address is not copied: another kernel reads it, and adds up in another order.
         torch.testing.assert_close(decode(*moved), decoded, rtol=2**-7, atol=2**-9)
+
+
+def test_caches_of_e4m3_at_odd_addresses_are_read_by_another_kernel(draw) -> None:
+    x = draw(torch.bfloat16, 2, (1, 500), (8, 2), 128)
+    k, v = (y.to(torch.float8_e4m3fn) for y in (x.k, x.v))
+    lengths = torch.tensor([499, 130], dtype=torch.int32, device="cuda")
+    descales = dict.fromkeys(("k_descale", "v_descale"), torch.full((2, 2), 0.5, device="cuda"))
+
+    def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **descales)
+
+    given = x.q, k, v
+    expected, *others = [decode(*given) for _ in range(4)]
+    assert all(torch.equal(other, expected) for other in others) and expected.abs().max() > 0.1
+    for odd in range(3):
+        moved = [at_an_odd_address(y) if i == odd else y for i, y in enumerate(given)]
+        assert moved[odd].data_ptr() % 16 == given[odd].dtype.itemsize
+        for _ in range(3):
+            torch.testing.assert_close(decode(*moved), expected, rtol=2**-7, atol=2**-9)
+    assert torch.equal(decode(*given), expected)
 
 
 def test_packed_gradients_of_passes_like_earlier_ones(draw) -> None:
@@ -181,6 +203,22 @@ def packed_gradients(inputs) -> Tensor:
     return torch.cat([out.flatten(), *(x.flatten() for x in torch.autograd.grad(out, leaves, out.detach()))])
 
 
+@lru_cache
+def starts_of(*rows: int) -> Tensor:
+    """Where sequences begin; kept, as a graph that is captured can make no such tensor."""
+    return torch.tensor(rows, dtype=torch.int32, device="cuda")
+
+
+def packed_gradients_of_a_tile(inputs) -> Tensor:
+    """The same by the kernel that sums dQ in any order, of keys of which each sequence has one tile, so in one order."""
+    tokens = (x.flatten(0, 1)[:n] for x, n in ((inputs.q, 200), (inputs.k, 100), (inputs.v, 100)))
+    leaves = [x.detach().requires_grad_() for x in tokens]
+    total = len(leaves[0])
+    starts = starts_of(0, 40, total), starts_of(0, 60, 100)
+    out = flash_attn_varlen_func(*leaves, *starts, total - 40, 60)
+    return torch.cat([out.flatten(), *(x.flatten() for x in torch.autograd.grad(out, leaves, out.detach()))])
+
+
 def quantized(inputs) -> Tensor:
     parts = quantize_qkv(inputs.q, inputs.k, inputs.v)
     of_all = (parts.q, parts.k, parts.v)
@@ -197,6 +235,7 @@ AGAIN: dict[str, Callable[..., Tensor]] = {
     "gradients": gradients,
     "gradients of a tile": gradients_of_a_tile,
     "packed gradients": packed_gradients,
+    "packed gradients of a tile": packed_gradients_of_a_tile,
     "decode": decoded,
     "fp8": lambda x: flash_attn_fp8_func(x.q, x.k, x.v, causal=True),
     "quantizer": quantized,
@@ -217,7 +256,17 @@ def test_calls_that_are_made_again_give_what_first_ones_gave(draw, name: str) ->
     assert not any(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("name", ["forward", "gradients of a tile", "fp8", "quantizer", "attention to parts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "forward",
+        "gradients of a tile",
+        "packed gradients of a tile",
+        "fp8",
+        "quantizer",
+        "attention to parts",
+    ],
+)
 def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -> None:
     x, call = draw(torch.bfloat16, 2, (128, 400), (4, 2), 64), AGAIN[name]
     expected = call(x)
@@ -231,6 +280,11 @@ def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -
         dense_again.of_any_length,
         parts_again.remembered,
         parts_again.of_any_length,
+        varlen_again.remembered,
+        gradients_again.remembered,
+        gradients_again.latest,
+        packed_gradients_again.remembered,
+        packed_gradients_again.latest,
     ):
         kept.cache_clear()
     fused_again.quantizing.cache_clear()

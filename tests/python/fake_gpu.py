@@ -55,6 +55,7 @@ from hopper_attention.launch import (
 Serving = TypeVar("Serving", bound=Any)
 H200 = Target("fake H200", (9, 0), assume_installed=True)
 SMS = 132
+ADDRESSED = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
 REMEMBERING = (
     addition,
@@ -168,11 +169,11 @@ def pretend(
 
 def noting(found: list[tuple[Any, ...]], *before: Any) -> Callable[..., None]:
     """A kernel that notes its arguments, behind ``before``, and refuses addresses as compiled ones do before they
-    launch anything: tensors of 16 bits begin at multiples of 16 bytes."""
+    launch anything: tensors of 16 bits, and of e4m3, begin at multiples of 16 bytes."""
 
     def kernel(*given: Any) -> None:
         for number, x in enumerate(given):
-            if isinstance(x, torch.Tensor) and x.dtype.itemsize == 2 and x.data_ptr() % 16:
+            if isinstance(x, torch.Tensor) and x.dtype in ADDRESSED and x.data_ptr() % 16:
                 raise ValueError(f"Misaligned Tensor data on argument #{number}")
         found.append(before + given)
 

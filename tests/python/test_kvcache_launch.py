@@ -216,9 +216,10 @@ def test_explain_says_that_nothing_is_copied(case: CacheCase, path: str) -> None
     assert [text.split(":")[0] for text in plan.refused] == ["decode", "mla"] * (path == "paged")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["16 bits", "e4m3"])
 @pytest.mark.parametrize("case", [MANY, CacheCase(page_size=8)], ids=["paged", "decode"])
 def test_caches_at_odd_addresses_are_copied(
-    case: CacheCase, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+    case: CacheCase, dtype: torch.dtype, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
 
@@ -227,8 +228,8 @@ def test_caches_at_odd_addresses_are_copied(
         return torch.zeros(call.shape.out_shape).bfloat16(), torch.zeros(call.shape.lse_shape)
 
     monkeypatch.setattr(launch, "attend_in_general", attend)
-    call = case.build(torch.bfloat16)
-    room = torch.zeros(call["k_cache"].numel() + 1).bfloat16()
+    call = case.build(torch.bfloat16, cache_dtype=dtype)
+    room = torch.zeros(call["k_cache"].numel() + 1).to(dtype)
     call["k_cache"] = room[1:].view(call["k_cache"].shape)
     flash_attn_with_kvcache(**call)
     assert len(found) == 1 and not kernels.calls

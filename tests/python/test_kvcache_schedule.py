@@ -197,6 +197,37 @@ def test_a_schedule_of_another_device_is_refused_behind_calls_too(seen: Seen) ->
 
 
 @pytest.mark.parametrize("with_schedule", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float8_e4m3fn], ids=["16 bits", "e4m3"])
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_caches_at_odd_addresses_are_not_those_before(
+    name: str, dtype: torch.dtype, with_schedule: bool, seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"scheduler_metadata": schedule_for_layers()} if with_schedule else {}
+    caches = {cache: torch.zeros(8, 16, 2, 64).to(dtype) for cache in ("k_cache", "v_cache")}
+    if dtype != BF16:
+        given |= dict.fromkeys(("k_descale", "v_descale"), torch.ones(2, 2))
+    for _ in range(3):
+        flash_attn_with_kvcache(**layer(**caches, **given))
+    assert len(seen) == 3 and seen[-1][1] is caches["k_cache"]
+    general: list[Any] = []
+
+    def attend(call: Any, tensors: Any, scores: Any) -> tuple[Tensor, Tensor]:
+        general.append(tensors)
+        return torch.zeros(call.shape.out_shape).bfloat16(), torch.zeros(call.shape.lse_shape)
+
+    monkeypatch.setattr(launch, "attend_in_general", attend)
+    odd = torch.zeros(caches[name].numel() + 1).to(dtype)[1:].view(caches[name].shape)
+    for _ in range(3):
+        flash_attn_with_kvcache(**layer(**caches | {name: odd}, **given))
+    # Another kernel reads them, or they are copied; in no case does one get what TMA cannot address.
+    assert len(general) + len(seen) == 6
+    caught = [x for launched in seen[3:] for x in launched if isinstance(x, Tensor) and x.dtype == dtype]
+    assert not any(x.data_ptr() % 16 for x in caught)
+    flash_attn_with_kvcache(**layer(**caches, **given))
+    assert seen[-1][1] is caches["k_cache"]
+
+
+@pytest.mark.parametrize("with_schedule", [False, True])
 def test_a_call_that_is_made_again_has_its_own_results(with_schedule: bool, seen: Seen) -> None:
     given = {"scheduler_metadata": schedule_for_layers()} if with_schedule else {}
     calls = [layer(**given, return_softmax_lse=True) for _ in range(3)]
