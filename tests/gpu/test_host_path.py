@@ -210,7 +210,7 @@ def starts_of(*rows: int) -> Tensor:
 
 
 def packed_gradients_of_a_tile(inputs) -> Tensor:
-    """The same by the kernel that sums dQ in any order, of keys of which each sequence has one tile, so in one order."""
+    """The same by the kernel that sums dQ in any order, of sequences with one tile of keys, so in one order."""
     tokens = (x.flatten(0, 1)[:n] for x, n in ((inputs.q, 200), (inputs.k, 100), (inputs.v, 100)))
     leaves = [x.detach().requires_grad_() for x in tokens]
     total = len(leaves[0])
