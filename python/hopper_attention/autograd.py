@@ -171,7 +171,17 @@ def _forward_by(
     return out, lse
 
 
-def _gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _forward_out_by(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, options: GradientOptions
+) -> Tensor:
+    """``_forward_by`` of a call that has no use for the LSE: autograd has one result less to look after."""
+    out, _ = _forward_by(ctx, q, k, v, launch, options)
+    return out
+
+
+def _gradients_by(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
@@ -225,6 +235,7 @@ forward = differentiable(
     ops.forward, _forward_gradients, _save_for_backward, mixes_samples=_have_tensors_without_batch
 )
 forward_by = recorded("hopper_attention::forward", _forward_by, _gradients_by)
+forward_out_by = recorded("hopper_attention::forward", _forward_out_by, _gradients_by)
 forward_varlen_by = recorded("hopper_attention::forward_varlen", _forward_varlen_by, _varlen_gradients_by)
 backward_varlen = differentiable(varlen_ops.backward_varlen, refuse_second_derivative, has_batch=False)
 forward_varlen = differentiable(

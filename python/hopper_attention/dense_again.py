@@ -39,8 +39,8 @@ class DenseCall:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any, deterministic: bool, wants_lse: bool
-    ) -> tuple[Tensor, Tensor]:
-        """out and lse, which may lack its rows where it is not wanted."""
+    ) -> tuple[Tensor, ...]:
+        """out, and lse where it is wanted; else it may be there too, without its rows."""
         scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
         if not self.records_gradient:
             # Python takes longer to unpack what is empty than to see that it is.
@@ -53,6 +53,8 @@ class DenseCall:
             scale = default_scale if scale is None else scale
             options = GradientOptions(scale, causal, backend, deterministic, sides)
         # Options that are the very object are known to a backward pass at first sight.
+        if not wants_lse:
+            return (autograd.forward_out_by(q, k, v, self.launch, options),)
         out, lse = autograd.forward_by(q, k, v, self.launch, options)
         return out, lse
 

@@ -136,8 +136,9 @@ def differentiate_again(
 
 
 def _key_of(tensors: tuple[Tensor, ...], options: GradientOptions) -> tuple[Any, ...]:
-    _, q, k, *_ = tensors
-    return q.shape, k.shape, options, torch.are_deterministic_algorithms_enabled()
+    _, q, k, _, _, lse = tensors
+    # The LSE is a result of some calls, and of others no more than saved.
+    return q.shape, k.shape, options, torch.are_deterministic_algorithms_enabled(), lse.requires_grad
 
 
 def remember(tensors: ForGradients, options: GradientOptions) -> None:
@@ -156,4 +157,8 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
     behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
-    remembered.keep(key, GradientCall.of(launcher, scale, behind, tensors), *tensors)
+    call = GradientCall.of(launcher, scale, behind, tensors)
+    remembered.keep(key, call, *tensors)
+    if lse.requires_grad:
+        saved = tensors._replace(lse=lse.detach())
+        remembered.keep(_key_of(saved, options), call, *saved)
