@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -200,6 +200,9 @@ class Work(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+Made = TypeVar("Made")
+
+
 class WorkMemory(threading.local):
     """Memory that the launches of a call fill and read, and the next call uses again.
 
@@ -211,6 +214,7 @@ class WorkMemory(threading.local):
     def __init__(self) -> None:
         self._of_streams: dict[tuple[int, int], Tensor] = {}
         self._cuts: dict[tuple[int, int, Pieces], Work] = {}
+        self._made: dict[tuple[int, int, Hashable], Any] = {}
 
     def get(self, device_index: int, pieces: Pieces) -> Work:
         """For the launches of a call on the current stream of a GPU.
@@ -224,6 +228,25 @@ class WorkMemory(threading.local):
         cut = self._cuts.get((device_index, stream, pieces))
         return self._cut(device_index, stream, pieces) if cut is None else cut
 
+    def made(
+        self, device_index: int, pieces: Pieces, owner: Hashable, make: Callable[[Work], Made]
+    ) -> Made | None:
+        """What ``make`` makes of the pieces for launches of a call on the current stream, kept for ``owner``, which has
+        no other pieces, as long as their memory is kept. None where it is not: in a graph, and where they take more
+        than ``KEPT_BYTES``."""
+        stream = torch._C._cuda_getCurrentRawStream(device_index)
+        if stream and torch.cuda.is_current_stream_capturing():
+            return None
+        found: Made | None = self._made.get((device_index, stream, owner))
+        if found is None:
+            work = self.get(device_index, pieces)
+            if (device_index, stream, pieces) not in self._cuts:
+                return None
+            if len(self._made) >= KEPT_KINDS:
+                self._made.clear()
+            found = self._made[device_index, stream, owner] = make(work)
+        return found
+
     def _cut(self, device_index: int, stream: int, pieces: Pieces) -> Work:
         """``get`` of pieces that the stream had not yet."""
         rooms = [-(-piece.bytes // PIECE_BYTES) * PIECE_BYTES for piece in pieces]
@@ -232,11 +255,13 @@ class WorkMemory(threading.local):
             return _new_pieces(f"cuda:{device_index}", pieces)
         if len(self._of_streams) >= KEPT_STREAMS or len(self._cuts) >= KEPT_KINDS:
             self._cuts.clear()
+            self._made.clear()
             self._of_streams.clear()
         memory = self._of_streams.get(key)
         if memory is None or memory.numel() < size:
             memory = self._of_streams[key] = _bytes_of_current_stream(device_index, size)
             self._cuts = {known: cut for known, cut in self._cuts.items() if known[:2] != key}
+            self._made = {known: made for known, made in self._made.items() if known[:2] != key}
         parts = zip(pieces, memory[:size].split(rooms), strict=True)
         tensors = tuple(part[: piece.bytes].view(piece.dtype).view(piece.shape) for piece, part in parts)
         cut = Work(tensors, tuple(map(kept_argument, tensors)))
@@ -266,6 +291,13 @@ _work_memory = WorkMemory()
 def stream_memory(device_index: int, pieces: Pieces) -> Work:
     """``WorkMemory.get`` of this thread."""
     return _work_memory.get(device_index, pieces)
+
+
+def made_of_memory(
+    device_index: int, pieces: Pieces, owner: Hashable, make: Callable[[Work], Made]
+) -> Made | None:
+    """``WorkMemory.made`` of this thread."""
+    return _work_memory.made(device_index, pieces, owner, make)
 
 
 def work_memory(device: torch.device, device_index: int, pieces: Pieces) -> Work:

@@ -100,6 +100,16 @@ def new_memory(device_index: int, pieces: device_memory.Pieces) -> device_memory
     return device_memory.Work(tensors, tensors)
 
 
+def made_anew(
+    device_index: int,
+    pieces: device_memory.Pieces,
+    owner: Any,
+    make: Callable[[device_memory.Work], Serving],
+) -> Serving:
+    """Stands for ``device_memory.made_of_memory``."""
+    return make(new_memory(device_index, pieces))
+
+
 def run_in_python(steps: Sequence[at_once.Step]) -> at_once.Script:
     """Stands for ``at_once.make_script``: kernels here are functions that compute nothing, of any tensors."""
 
@@ -157,6 +167,7 @@ def pretend(
         monkeypatch.setattr(module, "target_of", lambda device: target(), raising=False)
     monkeypatch.setattr(device_memory, "empty_on_gpu", guards._empty_strided_cpu)
     monkeypatch.setattr(device_memory, "stream_memory", new_memory)
+    monkeypatch.setattr(device_memory, "made_of_memory", made_anew)
     monkeypatch.setattr(device_memory, "records_graph", lambda index: False)
     monkeypatch.setattr(at_once, "make_script", run_in_python)
     monkeypatch.setattr(device_memory, "tile_counter", lambda index: torch.zeros(2, dtype=torch.int32))

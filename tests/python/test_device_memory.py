@@ -260,6 +260,40 @@ def test_what_a_graph_works_in_is_not_kept(made: list[int], state: State) -> Non
     assert memory.get(0, PIECES) is kept
 
 
+def test_what_is_made_of_work_memory_is_kept_as_long_as_it_is(made: list[int], state: State) -> None:
+    memory, owner = WorkMemory(), object()
+    others: list[Any] = []
+
+    def note(work: Work) -> list[int]:
+        return addresses(work)
+
+    first = memory.made(0, PIECES, owner, note)
+    assert first == addresses(memory.get(0, PIECES)) and memory.made(0, PIECES, owner, note) is first
+    assert memory.made(0, PIECES, object(), note) is not first
+    # Another stream, another thread, another GPU.
+    state["stream"] = 12
+    assert memory.made(0, PIECES, owner, note) != first
+    state["stream"] = 11
+    assert memory.made(1, PIECES, owner, note) != first
+    thread = threading.Thread(target=lambda: others.append(memory.made(0, PIECES, owner, note)))
+    thread.start()
+    thread.join()
+    assert others[0] != first and memory.made(0, PIECES, owner, note) is first
+    # Nothing is kept of a graph's memory, nor of what is large.
+    state["capturing"] = True
+    assert memory.made(0, PIECES, owner, note) is None
+    state["capturing"] = False
+    huge = (Piece((device_memory.KEPT_BYTES // 4 + 1,)),)
+    assert memory.made(0, huge, object(), note) is None
+    # Memory that grows lies elsewhere.
+    large = memory.made(0, (Piece((1000,)),), object(), note)
+    assert memory.made(0, PIECES, owner, note) is not first
+    assert large is not None and (memory.made(0, PIECES, owner, note) or [])[0] == large[0]
+    for _ in range(device_memory.KEPT_KINDS + 9):
+        memory.made(0, PIECES, object(), note)
+    assert len(memory._made) <= device_memory.KEPT_KINDS
+
+
 def test_few_streams_are_remembered(made: list[int], state: State) -> None:
     memory = WorkMemory()
     for stream in range(100):

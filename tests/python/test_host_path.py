@@ -43,6 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         device_memory, "_bytes_of_current_stream", lambda index, size: torch.zeros(size, dtype=torch.uint8)
     )
     monkeypatch.setattr(device_memory, "stream_memory", memory.get)
+    monkeypatch.setattr(device_memory, "made_of_memory", memory.made)
     for module in (device_memory, fp8_at_once):
         monkeypatch.setattr(module, "work_memory", lambda device, *request: memory.get(*request))
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)

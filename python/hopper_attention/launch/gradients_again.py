@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
 from hopper_attention.checks import TensorSpec
-from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.device_memory import Facts, Piece, Pieces, Work
 from hopper_attention.launch import at_once, backward
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.backward import BackwardLauncher, GradientLauncher
@@ -43,11 +43,11 @@ class ForGradients(NamedTuple):
     lse: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GradientCall:
     """What serves backward passes like an earlier one; ``options`` is what its kernel takes behind the scale,
     ``gradients`` are what to make for those of q, k and v. Where no counter belongs to a single pass, ``script`` makes
-    all launches, with memory for ``work``."""
+    all launches, with memory for ``work``; a script of its own does, which has that memory, where it is kept."""
 
     launcher: GradientLauncher
     softmax_scale: float
@@ -71,7 +71,8 @@ class GradientCall:
             and isinstance(config, BackwardConfig)
             and not config.ordered
         ):
-            script = at_once.make_script(_steps(launcher, softmax_scale, options))
+            memory = tuple(map(Given, range(9, 13)))
+            script = at_once.make_script(_steps(launcher, softmax_scale, options, memory))
         return cls(launcher, softmax_scale, options, facts, work, script)
 
     def __call__(
@@ -90,15 +91,28 @@ class GradientCall:
         if self.script is None:
             options = self.softmax_scale, None, self.options
             self.launcher.launch(dout, q, k, v, out, lse, gradients, *options)
+            return gradients
+        script = device_memory.made_of_memory(index, self.work, self, self._with_memory)
+        if script is not None:
+            script.run(*tensors, *gradients)
         else:
             work = device_memory.stream_memory(index, self.work).arguments
             self.script.run(*(tensors + gradients + work + (device_memory.tile_counter(index),)))
         return gradients
 
+    def _with_memory(self, work: Work) -> Script:
+        """``script`` for calls on the current stream, in ``work``."""
+        launcher = cast(BackwardLauncher, self.launcher)
+        memory = *work.arguments, device_memory.tile_counter(launcher.device_index)
+        return at_once.make_script(_steps(launcher, self.softmax_scale, self.options, memory))
 
-def _steps(launcher: BackwardLauncher, softmax_scale: float, options: tuple[Any, ...]) -> list[Step]:
-    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv, work memory and a tile counter."""
-    dout, q, k, v, out, lse, dq, dk, dv, lse_log2, delta, sums, counter = map(Given, range(13))
+
+def _steps(
+    launcher: BackwardLauncher, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]
+) -> list[Step]:
+    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv; ``memory`` is work memory and a counter."""
+    dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
+    lse_log2, delta, sums, counter = memory
     of_call = softmax_scale, *options, *launcher.grid
     return [
         Step(launcher.prepare, (out, dout, lse, lse_log2, delta, sums)),
