@@ -6,8 +6,9 @@ As ``hopper-attention bench latency``: the wall clock of calls that a GPU execut
 median of several rounds, in which the kinds take turns. Run it twice with the same file, which is not there before: a
 process may share its cores.
 A backward call is what ``torch.autograd.grad`` takes, most of which is torch's own: it makes a pass in a thread that it
-wakes and waits for, or where ``torch.autograd.set_multithreading_enabled(False)`` says so in the calling one. Several
-layers in one pass say what a layer adds.
+wakes and waits for, or where ``torch.autograd.set_multithreading_enabled(False)`` says so in the calling one. So a pass
+through a function that saves as many tensors and computes nothing stands beside it. Several layers in one pass say what
+a layer adds.
 """
 
 from __future__ import annotations
@@ -56,6 +57,23 @@ def draw(*shape: int, requires_grad: bool = False) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE).requires_grad_(requires_grad)
 
 
+class Nothing(torch.autograd.Function):
+    """Of q, k and v, with an output like q, as many saved tensors as attention has, and gradients that lie ready."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gradients: tuple[Tensor, ...]) -> Tensor:
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, out.new_empty(1))
+        ctx.set_materialize_grads(False)
+        ctx.gradients = gradients
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        _, *_ = ctx.saved_tensors
+        return *ctx.gradients, None
+
+
 def dense_calls() -> dict[str, Call]:
     q, k, v = (draw(1, 128, 2, 128) for _ in range(3))
     leaves = [draw(1, 128, 2, 128, requires_grad=True) for _ in range(3)]
@@ -65,6 +83,7 @@ def dense_calls() -> dict[str, Call]:
     dout, last = draw(1, 128, 2, 128), leaves[0]
     for _ in range(LAYERS):
         last = flash_attn_func(last, *leaves[1:])
+    of_nothing = Nothing.apply(*leaves, tuple(map(torch.empty_like, leaves)))
     keys, lengths = draw(1, LENGTHS, 2, 128), itertools.cycle(range(1, LENGTHS))
 
     def attend_to_new_length() -> Tensor:
@@ -72,6 +91,7 @@ def dense_calls() -> dict[str, Call]:
         return flash_attn_func(q, first, first)
 
     backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+    nothing = partial(torch.autograd.grad, of_nothing, leaves, dout, retain_graph=True)
     return {
         "forward, 16 bits": partial(flash_attn_func, q, k, v),
         "forward, on quantized parts": partial(flash_attn_quantized_func, parts),
@@ -81,6 +101,8 @@ def dense_calls() -> dict[str, Call]:
         "forward with gradients": partial(flash_attn_func, *leaves),
         "backward": backward,
         "backward" + IN_CALLING_THREAD: backward,
+        "backward of nothing": nothing,
+        "backward of nothing" + IN_CALLING_THREAD: nothing,
         f"backward of {LAYERS} layers": partial(
             torch.autograd.grad, last, leaves[:1], dout, retain_graph=True
         ),

@@ -179,9 +179,7 @@ def _forward_out_by(
     return out
 
 
-def _gradients_by(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
+def _gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
