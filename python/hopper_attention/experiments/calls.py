@@ -33,6 +33,9 @@ MOST_US = {
 }
 """Microseconds that are promised of a call."""
 
+BACKWARD, OF_NOTHING = "backward", "backward of nothing"
+"""Begin names of backward passes: ours, and what torch itself takes for one."""
+
 JAX_RATIO, MOST_OF_TORCH = "jax over torch", 1.5
 
 
@@ -95,7 +98,19 @@ def _host_parts(report: Report) -> list[str]:
         "a backward pass in a thread that it wakes and waits for, or in the calling one, where "
         "`torch.autograd.set_multithreading_enabled(False)` says so."
     )
+    text += _ours_in_backward(found)
     return [section("In PyTorch", f"{_measured(report)}\n\n{text}\n\n{table}")]
+
+
+def _ours_in_backward(found: Mapping[str, float]) -> str:
+    """What of backward passes is not torch's, where the report says it."""
+    parts = []
+    for call, floor in found.items():
+        where = call.removeprefix(OF_NOTHING)
+        if where != call:
+            ours = found[BACKWARD + where] - floor
+            parts.append(f"{floor:.1f} us{where.replace(',', '')}, which leaves {ours:.1f} of ours")
+    return f" A pass through a function that computes nothing takes {', and '.join(parts)}." if parts else ""
 
 
 def _jax_parts(report: Report) -> list[str]:

@@ -88,6 +88,19 @@ def test_the_page_has_the_reports_that_there_are() -> None:
     assert "| first example of docs/api.md, warm | < 10 s | no torch | no |" in text
 
 
+def test_the_page_says_what_of_a_backward_pass_is_torchs() -> None:
+    threads = {"": (101.25, 65.0), ", in the calling thread": (55.5, 27.0)}
+    us = {
+        f"backward{of}{where}": [[x, x]]
+        for where, pair in threads.items()
+        for of, x in zip(("", " of nothing"), pair, strict=True)
+    }
+    assert (
+        "A pass through a function that computes nothing takes 65.0 us, which leaves 36.2 of ours, and "
+        "27.0 us in the calling thread, which leaves 28.5 of ours."
+    ) in render_calls({HOST_KIND: host_report(**us)})
+
+
 def test_the_page_is_rendered_from_a_committed_report(tmp_path: Path) -> None:
     """Beside what the repository has."""
     results, root = render.repository_root() / "benchmarks" / "results", tmp_path / "results"
