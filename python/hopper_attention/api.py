@@ -282,8 +282,8 @@ def flash_attn_func(
     if has_tensors_alone and scores is NO_SCORES:
         found = dense_again.find(q, k, v, flags)
         if found is not None:
-            results = found(q, k, v, softmax_scale, deterministic, return_attn_probs)
-            return results if return_attn_probs else results[0]
+            again: Any = found(q, k, v, softmax_scale, deterministic, return_attn_probs)
+            return again if return_attn_probs else again[0]
     if (
         has_tensors_alone
         and is_plain_16_bit_call(q, k, v)

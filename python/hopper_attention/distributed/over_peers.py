@@ -121,7 +121,8 @@ def attend_apart(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call) -> tuple[T
     flags = _flags_of(mask, call)
     found = dense_again.find(q, k, v, flags)
     if found is not None:
-        return found(q, k, v, call.softmax_scale, call.deterministic, True)
+        out, lse = found(q, k, v, call.softmax_scale, call.deterministic, True)
+        return out, lse
     out, lse = run_forward(q, k, v, call.softmax_scale, *flags[:3], True, mask.sides)
     if q.is_cuda:
         dense_again.remember(q, k, v, flags, False)
