@@ -1,0 +1,200 @@
+"""Backward passes like earlier ones: what they find is of the same kind in all that decides on a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper_attention import compile_cache, device_memory, flash_attn_func, ops
+from hopper_attention.launch import backward, forward, gradients_again
+from tests.python.fake_gpu import forget_launchers, made_anew, noting, pretend
+from tests.python.test_calls_again import Seen, draw, qkv
+
+LAUNCHES = 3
+"""Of a backward pass."""
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """Arguments of the kernels of a pretended H200, which compute nothing."""
+    found: Seen = []
+    pretend(monkeypatch, backward, forward)
+    for name in ("get_forward", "get_backward"):
+        monkeypatch.setattr(compile_cache, name, lambda config: noting(found))
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    yield found
+    forget_launchers()
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each backward pass that is found anew."""
+    found: list[int] = []
+    differentiate = ops.differentiate
+
+    def counted(*arguments: Any) -> Any:
+        found.append(1)
+        return differentiate(*arguments)
+
+    monkeypatch.setattr(ops, "differentiate", counted)
+    return found
+
+
+def passes(count: int = 3, **options: Any) -> tuple[list[Tensor], Tensor]:
+    """Leaves, and the output of the last of so many calls, each with a backward pass but the last."""
+    for _ in range(count):
+        leaves = qkv(requires_grad=True)
+        out = flash_attn_func(*leaves, **options)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    leaves = qkv(requires_grad=True)
+    return leaves, flash_attn_func(*leaves, **options)
+
+
+def test_an_lse_that_nobody_wants_is_saved_and_no_result(seen: Seen, anew: list[int]) -> None:
+    leaves, out = passes()
+    assert len(anew) == 2 and out.grad_fn is not None and len(out.grad_fn._input_metadata) == 1
+    lse = seen[-1][4]
+    assert out.grad_fn.saved_tensors[4].data_ptr() == lse.data_ptr() and lse.shape == (1, 2, 40)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert seen[-LAUNCHES][2].data_ptr() == lse.data_ptr() and len(anew) == 2
+    # Where it is wanted it has a gradient, and calls with and without it do not take each other's place.
+    for _ in range(3):
+        out, wanted = flash_attn_func(*leaves, return_attn_probs=True)
+        both = torch.autograd.grad((out, wanted), leaves, (torch.ones_like(out), torch.ones_like(wanted)))
+        assert [x.shape for x in both] == [x.shape for x in leaves]
+        # That of the LSE alone: the output's is zeros.
+        for x in torch.autograd.grad(flash_attn_func(*leaves, return_attn_probs=True)[1].sum(), leaves):
+            assert x.shape == leaves[0].shape
+        before = len(anew)
+        again = flash_attn_func(*leaves)
+        assert again.grad_fn is not None and len(again.grad_fn._input_metadata) == 1
+        torch.autograd.grad(again, leaves, torch.ones_like(again))
+        assert len(anew) == before
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.ones(*x.shape[:3], 2 * x.shape[3], dtype=x.dtype)[..., : x.shape[3]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.new_ones(()).expand(x.shape),
+        lambda x: torch.ones(1, 2, 40, 64, dtype=x.dtype).transpose(1, 2),
+        strided,
+        lambda x: draw(x.numel() + 1)[1:].view(x.shape),
+    ],
+    ids=["expanded", "transposed", "strided", "odd address"],
+)
+def test_a_gradient_of_another_layout_is_not_taken_for_those_before(
+    make: Callable[[Tensor], Tensor], seen: Seen, anew: list[int]
+) -> None:
+    leaves, out = passes()
+    before = len(anew)
+    found = torch.autograd.grad(out, leaves, make(out))
+    # What TMA cannot address is copied.
+    assert len(anew) == before + 1 and all(x.is_contiguous() for x in found)
+    for given in (seen[-LAUNCHES][1], seen[1 - LAUNCHES][3]):
+        assert given.data_ptr() % 16 == 0 and given.stride(-1) == 1 and given.shape == out.shape
+
+
+def test_saved_tensors_that_hooks_change_are_compared(seen: Seen, anew: list[int]) -> None:
+    passes()
+    before = len(anew)
+    leaves = qkv(requires_grad=True)
+
+    def unpack(x: Tensor) -> Tensor:
+        return x if x.dim() != 4 else x.mT.contiguous().mT
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), unpack):
+        out = flash_attn_func(*leaves)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert len(anew) == before + 1 and seen[-LAUNCHES][0].stride(-1) == 1
+
+
+def test_hooks_get_the_gradients_of_their_own_pass(anew: list[int]) -> None:
+    leaves, out = passes()
+    noted: list[Tensor] = []
+    for x in (*leaves, out):
+        x.register_hook(noted.append)
+    dout = torch.ones_like(out)
+    found = torch.autograd.grad(out, leaves, dout)
+    assert noted[0] is dout and len(anew) == 2
+    assert {x.data_ptr() for x in noted[1:]} == {x.data_ptr() for x in found}
+
+
+def test_results_of_two_passes_are_tensors_of_their_own(anew: list[int]) -> None:
+    leaves, out = passes()
+    first = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+    second = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert len({x.data_ptr() for x in (*first, *second)}) == 6 and len(anew) == 2
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def test_an_output_that_was_written_since_is_refused() -> None:
+    leaves, out = passes()
+    with torch.no_grad():
+        out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+
+def test_second_derivatives_are_refused_behind_passes_too(anew: list[int]) -> None:
+    leaves, out = passes()
+    found = torch.autograd.grad(out, leaves, torch.ones_like(out), create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        torch.autograd.grad(found[0].sum(), leaves)
+    assert len(anew) == 3
+
+
+def test_equal_bits_are_not_taken_from_passes_without(anew: list[int]) -> None:
+    leaves, out = passes()
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    leaves, out = passes(0, deterministic=True)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert len(anew) == 4
+
+
+def test_another_gpu_that_is_current_is_not_launched_on(
+    monkeypatch: pytest.MonkeyPatch, anew: list[int]
+) -> None:
+    leaves, out = passes()
+    monkeypatch.setattr(gradients_again, "current_device", lambda: 1)
+    torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert len(anew) == 3
+
+
+def test_launches_are_those_of_memory_that_is_kept_and_of_memory_that_is_not(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, anew: list[int]
+) -> None:
+    leaves, out = passes()
+    facts = []
+    # In a graph, and where there is too much of it, memory is given in each pass.
+    for made in (made_anew, lambda *given: None):
+        monkeypatch.setattr(device_memory, "made_of_memory", made)
+        seen.clear()
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+        prepare, kernel, finish = seen
+        assert [x.data_ptr() for x in prepare[3:6]] == [x.data_ptr() for x in kernel[4:7]]
+        assert [x.data_ptr() for x in (finish[1], *kernel[7:9])] == [x.data_ptr() for x in grads]
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for given in seen for x in given]
+        facts.append(shapes)
+    assert facts[0] == facts[1] and len(anew) == 2
+
+
+def test_a_transform_is_not_served_by_what_was_kept(anew: list[int]) -> None:
+    passes()
+    for _ in range(3):
+        before = len(anew)
+        total = torch.func.grad(lambda *given: flash_attn_func(*given).float().sum(), argnums=(0, 1, 2))
+        assert [x.shape for x in total(*qkv())] == [(1, 40, 2, 64)] * 3
+        assert len(anew) == before + 1
