@@ -48,28 +48,56 @@ int64_t ha_most_keys(const mask *m, int64_t seqlen_k) {
   return seen < most ? seen : most;
 }
 
-const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, int64_t seen) {
+/* All that decides on a forward kernel. */
+typedef struct forward_question {
+  forward_kind kind;
+  bool causal, has_window, has_chunk;
+  int64_t seen;
+} forward_question;
+
+static bool is_same(const forward_question *a, const forward_question *b) {
+  return a->kind.dtype == b->kind.dtype && a->kind.layout == b->kind.layout &&
+         a->kind.head_dims[0] == b->kind.head_dims[0] && a->kind.head_dims[1] == b->kind.head_dims[1] &&
+         a->kind.page_rows == b->kind.page_rows && a->causal == b->causal && a->has_window == b->has_window &&
+         a->has_chunk == b->has_chunk && a->seen == b->seen;
+}
+
+static const forward_row *find_forward(const forward_question *asked) {
+  const forward_kind *kind = &asked->kind;
   const group rows = ha_forward_groups[kind->dtype][kind->layout];
   const forward_row *best = NULL;
   for (int i = rows.first; i < rows.end; i++) {
     const forward_row *row = &ha_forward_rows[i];
-    if (row->page_rows != kind->page_rows || row->causal != m->causal) continue;
-    if (row->window != ha_has_window(m) || row->chunk != (m->chunk > 0)) continue;
-    if (row->head_dim < kind->head_dims[0] || row->head_dim_v < kind->head_dims[1] || seen > row->max_seqlen_k) continue;
+    if (row->page_rows != kind->page_rows || row->causal != asked->causal) continue;
+    if (row->window != asked->has_window || row->chunk != asked->has_chunk) continue;
+    if (row->head_dim < kind->head_dims[0] || row->head_dim_v < kind->head_dims[1]) continue;
+    if (asked->seen > row->max_seqlen_k) continue;
     /* Rows of the same head_dims come by ascending max_seqlen_k: the first one stays. */
     if (!best || row->head_dim + row->head_dim_v < best->head_dim + best->head_dim_v) best = row;
   }
-  if (!best) ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
   return best;
+}
+
+const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, int64_t seen) {
+  /* What the thread asked before: a model's layers ask the same, and a group has more than a hundred rows. */
+  static _Thread_local forward_question before;
+  static _Thread_local const forward_row *found;
+  const forward_question asked = {*kind, m->causal, ha_has_window(m), m->chunk > 0, seen};
+  if (found && is_same(&asked, &before)) return found;
+  found = find_forward(&asked);
+  before = asked;
+  if (!found) ha_fail(HA_ERROR_NOT_SUPPORTED, "no kernel takes this problem");
+  return found;
 }
 
 static const fp8_row *find_fp8(const fp8_kind *kind, const mask *m, bool one_block, int64_t seen) {
   const group rows = ha_fp8_groups[kind->dtype][kind->layout];
+  const bool has_window = ha_has_window(m), has_chunk = m->chunk > 0;
   for (int i = rows.first; i < rows.end; i++) {
     const fp8_row *row = &ha_fp8_rows[i];
     if (row->two_level != kind->two_level) continue;
     if (row->head_dim != kind->head_dims[0] || row->head_dim_v != kind->head_dims[1]) continue;
-    if (row->causal != m->causal || row->window != ha_has_window(m) || row->chunk != (m->chunk > 0)) continue;
+    if (row->causal != m->causal || row->window != has_window || row->chunk != has_chunk) continue;
     if (row->one_block == one_block && seen <= row->max_seqlen_k) return row;
   }
   return NULL;
