@@ -29,6 +29,8 @@ from hopper_attention import (
     varlen_again,
 )
 from hopper_attention.launch import gradients_again, packed_gradients_again
+from hopper_attention.parts_memory import LengthLayout
+from hopper_attention.quantized import MEMORY, QuantizedQKV
 
 pytestmark = pytest.mark.gpu
 
@@ -363,6 +365,25 @@ def test_numbers_of_keys_that_are_new_are_attended_to_as_by_a_first_call(draw, c
         for each, (out, lse) in zip(parts, wanted, strict=True):
             found, found_lse = flash_attn_quantized_func(each, None, causal, True)
             assert torch.equal(found, out) and torch.equal(found_lse, lse)
+
+
+@pytest.mark.parametrize("lengths", [(35, 60, 1, 64, 33), (2099, 2048, 2300, 2065)])
+def test_parts_of_lengths_that_are_new_are_read_where_they_lie(draw, lengths: tuple[int, ...]) -> None:
+    x = draw(torch.bfloat16, 2, (64, 2400), (4, 2), 128)
+
+    def parts_of(n: int) -> QuantizedQKV:
+        return quantize_qkv(x.q, x.k[:, :n], x.v[:, :n])
+
+    wanted = [flash_attn_quantized_func(parts_of(n).opened(), causal=True) for n in lengths]
+    for kept in (parts_again.remembered, parts_again.of_any_length, parts_again.in_memory):
+        kept.cache_clear()
+    fused_again.quantizing.cache_clear()
+    for n in (lengths[0] + 1, lengths[0] + 2, lengths[0] + 3):
+        flash_attn_quantized_func(parts_of(n), causal=True)
+    for n, out in zip(lengths, wanted, strict=True):
+        parts = parts_of(n)
+        assert isinstance(vars(parts)[MEMORY][0], LengthLayout)
+        assert torch.equal(flash_attn_quantized_func(parts, causal=True), out) and MEMORY in vars(parts)
 
 
 def decode_step(inputs, lengths: Tensor, **options) -> Tensor:
