@@ -287,13 +287,14 @@ def flash_attn_func(
     if (
         has_tensors_alone
         and is_plain_16_bit_call(q, k, v)
-        and q.is_cuda
+        # On a CPU an output alone may take less than one with an LSE.
+        and (q.is_cuda or (q.is_cpu and not (return_attn_probs or needs_gradient(q, k, v))))
         and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
     ):
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
         if not needs_gradient(q, k, v):
             results = run_forward(q, k, v, softmax_scale, *flags[:3], return_attn_probs, sides, scores)
-            if scores is NO_SCORES:
+            if scores is NO_SCORES and q.is_cuda:
                 dense_again.remember(q, k, v, flags, records_gradient=False)
             return results if return_attn_probs else results[0]
         if scores is NO_SCORES and q.dim() == 4:
