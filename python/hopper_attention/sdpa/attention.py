@@ -217,8 +217,8 @@ def _prepared(
 ) -> tuple[Tensor, Tensor, Tensor, Operators]:
     """q, k and v as (batch, heads, seqlen, columns), and what computes them, of ``columns`` or more."""
     width = -(-max(q.shape[3], v.shape[3], columns) // COLUMN_STEP) * COLUMN_STEP
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    operators = operators_for(*heads_first, causal, wants_output_alone)
+    of_q, of_k, of_v = (x.transpose(1, 2) for x in (q, k, v))
+    operators = operators_for(of_q, of_k, of_v, causal, wants_output_alone)
     dtype = operators.dtype or q.dtype
     q, k, v = (_heads_first(x, dtype, width) for x in (q, k, v))
     return q, k, v, operators
