@@ -2,6 +2,7 @@
 
     python benchmarks/first_results.py --out F.json
     python benchmarks/first_results.py --warm ~/.cache/hopper-attention --out F.json   # no cold runs
+    python benchmarks/first_results.py --alone --out F.json   # with nothing installed but what each page asks for
 
 The cold runs of all pages are made side by side, each with a cache of its own, as they mostly compile; those with the
 warm cache one after the other, and the shortest counts. The time is that of the whole process: Python, imports, loading
@@ -17,15 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.environments import make_environment, requirements_of
 from hopper_attention.compile_cache import CACHE_DIR_VARIABLE
 from hopper_attention.experiments.bench.peers import Setting
 from hopper_attention.experiments.bench.run import describe_run
@@ -72,13 +77,28 @@ def first_example(page: Path) -> str:
     return found[1]
 
 
-def seconds_of(program: str, cache: Path, limit_s: float) -> tuple[float, str]:
+class Place(NamedTuple):
+    """The Python that runs an example, and the variables that it gets beside those of this process."""
+
+    python: str = sys.executable
+    variables: Mapping[str, str] = MappingProxyType({})
+
+    @classmethod
+    def alone(cls, page: Path, folder: Path) -> Place:
+        """An environment with what the page installs, and this source."""
+        python, missing = make_environment(folder, requirements_of(page, ROOT / "pyproject.toml"))
+        if missing:
+            print(f"{page.name}: not installed here: {', '.join(missing)}", flush=True)
+        return cls(str(python), {"PYTHONPATH": os.pathsep.join((str(ROOT / "python"), str(ROOT)))})
+
+
+def seconds_of(program: str, cache: Path, limit_s: float, place: Place) -> tuple[float, str]:
     """Of a process that runs it, and why it failed; nothing if it did not."""
     begin = time.perf_counter()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program + AT_THE_END],
-            env=os.environ | {CACHE_DIR_VARIABLE: str(cache)},
+            [place.python, "-c", program + AT_THE_END],
+            env={**os.environ, **place.variables, CACHE_DIR_VARIABLE: str(cache)},
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -92,19 +112,27 @@ def seconds_of(program: str, cache: Path, limit_s: float) -> tuple[float, str]:
     return seconds, said[-1] if done.returncode else ""
 
 
-def measure(pages: Sequence[Path], runs: int, limit_s: float, warm: Path | None = None) -> list[Row]:
+def measure(
+    pages: Sequence[Path], runs: int, limit_s: float, warm: Path | None = None, is_alone: bool = False
+) -> list[Row]:
     """A row for each page: cold side by side, then warm in turns; warm alone with a cache that is."""
     with tempfile.TemporaryDirectory() as folder:
-        caches = [warm.resolve() if warm else Path(folder) / str(i) for i in range(len(pages))]
-        jobs = [(page, first_example(page), cache) for page, cache in zip(pages, caches, strict=True)]
+
+        def job_of(number: int) -> Callable[[], tuple[float, str]]:
+            page = pages[number]
+            place = Place.alone(page, Path(folder) / f"environment {number}") if is_alone else Place()
+            cache = warm.resolve() if warm else Path(folder) / str(number)
+            return partial(seconds_of, first_example(page), cache, limit_s, place)
+
+        jobs = [job_of(number) for number in range(len(pages))]
         cold: list[tuple[float | None, str]] = [(None, "")] * len(jobs)
         if warm is None:
             with ThreadPoolExecutor(len(jobs)) as pool:
-                cold = list(pool.map(lambda job: seconds_of(job[1], job[2], limit_s), jobs))
+                cold = list(pool.map(lambda job: job(), jobs))
         rows = []
-        for (page, program, cache), (cold_s, failed) in zip(jobs, cold, strict=True):
+        for page, job, (cold_s, failed) in zip(pages, jobs, cold, strict=True):
             name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
-            found = [] if failed else [seconds_of(program, cache, limit_s) for _ in range(runs)]
+            found = [] if failed else [job() for _ in range(runs)]
             failed = failed or next((why for _, why in found if why), "")
             if failed:
                 rows.append(Row(name, failed=failed))
@@ -131,13 +159,17 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--runs", type=int, default=2, help="with a warm cache, of which the shortest counts")
     parser.add_argument("--seconds", type=float, default=120.0, help="a run may take")
     parser.add_argument("--warm", type=Path, help="a compile cache that has the kernels: no cold runs")
+    parser.add_argument(
+        "--alone", action="store_true", help="with nothing installed but what a page asks for"
+    )
     parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
     parser.add_argument("--out", "--json", type=Path, required=True)
     given = parser.parse_args(arguments)
     pages = [page.resolve() for page in given.pages] or [ROOT / name for name in PAGES]
-    rows = measure(pages, given.runs, given.seconds, given.warm)
+    rows = measure(pages, given.runs, given.seconds, given.warm, given.alone)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = describe_run(FIRST_KIND, {}, Setting(device, ""), given.commit) | {"cores": os.cpu_count()}
+    head["alone"] = given.alone
     write_text(given.out, dump_rows(head | {"limit_s": LIMIT_S}, "rows", [asdict(row) for row in rows]))
     Console(width=None if sys.stdout.isatty() else 150).print(table_of(rows))
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from hopper_attention import autograd, checks, dense_again, features
@@ -287,13 +288,14 @@ def flash_attn_func(
     if (
         has_tensors_alone
         and is_plain_16_bit_call(q, k, v)
-        and q.is_cuda
+        # On a CPU an output alone may take less than one with an LSE.
+        and (q.is_cuda or (not return_attn_probs and _needs_only_output(q, k, v)))
         and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
     ):
         # The dispatcher of torch costs more than the rest of a call on a short sequence.
         if not needs_gradient(q, k, v):
             results = run_forward(q, k, v, softmax_scale, *flags[:3], return_attn_probs, sides, scores)
-            if scores is NO_SCORES:
+            if scores is NO_SCORES and q.is_cuda:
                 dense_again.remember(q, k, v, flags, records_gradient=False)
             return results if return_attn_probs else results[0]
         if scores is NO_SCORES and q.dim() == 4:
@@ -307,6 +309,11 @@ def flash_attn_func(
     of_fp8 = two_level_accumulation, return_attn_probs
     results = _call_operator(q, k, v, softmax_scale, descales, options, of_fp8)
     return results if return_attn_probs else results[0]
+
+
+def _needs_only_output(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether these lie on a CPU as rows of numbers and need no gradient."""
+    return all(x.is_cpu and x.layout is torch.strided for x in (q, k, v)) and not needs_gradient(q, k, v)
 
 
 def _attend_with_qv(

@@ -19,7 +19,7 @@ from hopper_attention import (
     flash_attn_varlen_func,
 )
 from hopper_attention.reference import attention_naive
-from hopper_attention.sdpa import attention, operators
+from hopper_attention.sdpa import attention, operators, products
 from hopper_attention.sdpa.attention import Piece, pieces_of
 
 BUDGET = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -81,6 +81,52 @@ def test_results_and_gradients_are_those_of_float64(
             close(a, b, 4 * BUDGET[dtype])
         close(found[0], exact[0], BUDGET[dtype])
         close(found[1], exact[1], 1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_cpu_that_multiplies_tiles_makes_outputs_in_bfloat16(
+    shape: tuple[int, ...], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in float16, and an LSE and gradients in float32."""
+    monkeypatch.setattr(products, "has_tiles", lambda: True)
+    for module in (attention, operators):
+        monkeypatch.setattr(module, "has_tiles", lambda: True)
+    chosen: list[str] = []
+
+    def note(*given: Any) -> operators.Operators:
+        chosen.append(real(*given).name)
+        return real(*given)
+
+    real = attention.operators_for
+    monkeypatch.setattr(attention, "operators_for", note)
+    leaves = [*draw(shape, torch.bfloat16), torch.linspace(-1.0, 2.0, shape[2], requires_grad=True)]
+    q, k, v, sinks = (x.detach() for x in leaves)
+    out = flash_attn_func(q, k, v, causal=causal, sinks=sinks, backend="torch")
+    assert set(chosen) == {operators.TILES.name}
+    exact, _ = attention_naive(*(x.double() for x in (q, k, v)), causal=causal, sinks=sinks.double())
+    close(out, exact, BUDGET[torch.bfloat16])
+    chosen.clear()
+    ours = partial(flash_attn_func, return_attn_probs=True, backend="torch")
+    found = with_gradients(ours, leaves, causal=causal)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    for a, b in zip(found, with_gradients(attention_naive, doubles, causal=causal), strict=True):
+        close(a, b, 4 * BUDGET[torch.bfloat16])
+    flash_attn_func(*draw(shape, torch.float16), causal=causal, backend="torch")
+    assert set(chosen) == {operators.CPU.name}
+
+
+@pytest.mark.parametrize("threads", [1, 64])
+def test_gradients_of_shared_heads_are_the_same_however_many_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators.torch, "get_num_threads", lambda: threads)
+    leaves = draw((33, 40, 8, 2, 16, 16), torch.bfloat16)
+    ours = partial(flash_attn_func, return_attn_probs=True, backend="torch")
+    found = with_gradients(ours, leaves, causal=True)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    for a, b in zip(found, with_gradients(attention_naive, doubles, causal=True), strict=True):
+        close(a, b, 4 * BUDGET[torch.bfloat16])
 
 
 def test_it_is_what_a_cpu_runs() -> None:

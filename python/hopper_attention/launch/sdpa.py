@@ -38,7 +38,8 @@ class TorchLaunch:
     ) -> tuple[Tensor, Tensor]:
         scale = self.default_scale if softmax_scale is None else softmax_scale
         left, right, chunk = window or FULL_SIDES
-        return attend(q, k, v, Terms(self.causal, scale, (left, right, chunk), *scores.changes))
+        terms = Terms(self.causal, scale, (left, right, chunk), *scores.changes)
+        return attend(q, k, v, terms, wants_lse)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class TorchVarlen:
         terms = Terms(self.causal, softmax_scale, sides, *scores.changes)
         for b, (rows, keys) in enumerate(read_sequences(lengths, q.shape[0], k.shape[0])):
             part = q[None, rows.slice], k[None, keys.slice], v[None, keys.slice]
-            results = attend(*part, terms.of_sequence(b))
+            results = attend(*part, terms.of_sequence(b), wants_lse)
             out[rows.slice], lse[:, rows.slice] = (x[0] for x in results)
         return out, lse
 

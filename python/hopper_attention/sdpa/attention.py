@@ -18,7 +18,7 @@ from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.sdpa.blocks import attend_in_blocks, differentiate_in_blocks
 from hopper_attention.sdpa.operators import Operators, operators_for
-from hopper_attention.sdpa.products import LEAST_WORK, has_onednn
+from hopper_attention.sdpa.products import LEAST_WORK, has_onednn, has_tiles
 from hopper_attention.sdpa.terms import Terms
 
 COLUMN_STEP = 8
@@ -57,13 +57,14 @@ def pieces_of(seqlen_q: int, seqlen_k: int, causal: bool) -> tuple[Piece, ...]:
 
 @torch.no_grad()
 @ignores_autocast
-def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants_lse: bool = True) -> tuple[Tensor, Tensor]:
     """:func:`hopper_attention.reference.tiled_forward` by torch's kernels.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16; on a CPU also float32.
         k, v: (batch, seqlen_k, kv_heads, head_dim) and (..., head_dim_v).
         terms: must be plain but on a CPU.
+        wants_lse: False allows an LSE that is off by up to 1e-4.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) and the LSE, float32 (batch, heads, seqlen_q), contiguous. A query that
@@ -77,8 +78,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tenso
         seen = terms.keys_of_one(k.shape[1])
         k, v, terms = k[:, seen], v[:, seen], terms.without_mask
         has_work = k.shape[1] > 0
-    attend_now = attend_in_blocks if has_work and suits_blocks(q, k, terms) else _attend_in_pieces
-    out, lse = attend_now(q, k, v, terms)
+    if has_work and suits_blocks(q, k, terms):
+        out, lse = attend_in_blocks(q, k, v, terms)
+    else:
+        out, lse = _attend_in_pieces(q, k, v, terms, wants_lse)
     if terms.sinks is not None:
         with_sinks = torch.logaddexp(lse, terms.sinks.float()[:, None])
         # A row without a key has a LSE of -inf, and may have a sink of -inf too.
@@ -94,17 +97,19 @@ def suits_blocks(q: Tensor, k: Tensor, terms: Terms) -> bool:
         return True
     _, seqlen_q, heads, columns = q.shape
     work = seqlen_q * heads // k.shape[2] * k.shape[1] * columns
-    return q.device.type == "cpu" and has_onednn() and work >= LEAST_WORK
+    return q.device.type == "cpu" and has_onednn() and not has_tiles() and work >= LEAST_WORK
 
 
-def _attend_in_pieces(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def _attend_in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants_lse: bool
+) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k, width = k.shape[1], v.shape[3]
     out = q.new_zeros(batch, seqlen_q, heads, width)
     lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=torch.float32)
     if 0 in (*q.shape, seqlen_k):
         return out, lse
-    q, k, v, operators = _prepared(q, k, v, terms.causal)
+    q, k, v, operators = _prepared(q, k, v, terms.causal, wants_output_alone=not wants_lse)
     for piece in pieces_of(seqlen_q, seqlen_k, terms.causal):
         part = q[:, :, piece.rows], k[:, :, piece.keys], v[:, :, piece.keys]
         _join(out, lse, piece, operators.attend(*part, piece.causal, terms.scale))
@@ -208,11 +213,12 @@ def are_unusable(*tensors: Tensor) -> bool:
 
 
 def _prepared(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, columns: int = 0
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, columns: int = 0, wants_output_alone: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Operators]:
     """q, k and v as (batch, heads, seqlen, columns), and what computes them, of ``columns`` or more."""
     width = -(-max(q.shape[3], v.shape[3], columns) // COLUMN_STEP) * COLUMN_STEP
-    operators = operators_for(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
+    of_q, of_k, of_v = (x.transpose(1, 2) for x in (q, k, v))
+    operators = operators_for(of_q, of_k, of_v, causal, wants_output_alone)
     dtype = operators.dtype or q.dtype
     q, k, v = (_heads_first(x, dtype, width) for x in (q, k, v))
     return q, k, v, operators

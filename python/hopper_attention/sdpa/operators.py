@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from hopper_attention.sdpa.products import has_tiles
+
 aten = torch.ops.aten
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
@@ -54,8 +56,12 @@ def _differentiate_on_cpu(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    kv_heads = k.shape[1]
+    if q.shape[0] * kv_heads < torch.get_num_threads():
+        # Each thread does a key head whole, so that few of them leave threads without work.
+        k, v = _whole_heads(q, k, v)
     dq, dk, dv = backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
-    return dq, dk, dv
+    return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
 
 
 def _whole_heads(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -107,14 +113,21 @@ def _attend_anywhere(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 CPU = Operators("torch's fused attention for CPUs", torch.float32, _attend_on_cpu, _differentiate_on_cpu)
 """In float32: 16 bits are no faster but on few CPUs, and float16 is slower by far in the backward pass on most."""
 
+TILES = Operators("torch's fused attention for CPUs, in bfloat16", None, _attend_on_cpu, None)
+"""For the output alone, on CPUs that multiply tiles of bfloat16. Scores and sums are float32, P is rounded, and the
+exponentials are such that an LSE is off by up to 1e-4. torch adds up gradients of bfloat16 in bfloat16, so that their
+error grows with the length: they are left to ``CPU``."""
+
 FLASH = Operators("torch's FlashAttention-2", None, _attend_on_gpu, _differentiate_on_gpu)
 PUBLIC = Operators("torch's scaled_dot_product_attention", None, _attend_anywhere, None)
 
 
-def operators_for(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Operators:
-    """What computes these tensors of (batch, heads, seqlen, columns)."""
+def operators_for(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, wants_output_alone: bool = False
+) -> Operators:
+    """What computes these tensors of (batch, heads, seqlen, columns), or their output without LSE and gradients."""
     if q.device.type == "cpu":
-        return CPU
+        return TILES if wants_output_alone and q.dtype == torch.bfloat16 and has_tiles() else CPU
     if q.device.type != "cuda":
         return PUBLIC
     k, v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))

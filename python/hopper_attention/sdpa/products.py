@@ -28,6 +28,13 @@ def multiplies_bfloat16() -> bool:
     return has_onednn() and bool(torch.cpu._is_avx512_bf16_supported())
 
 
+@cache
+def has_tiles() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16 (AMX), several times as fast as vectors. It is Intel's, whose BLAS
+    leaves no vectors unused."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
 def rows_by_rows(a: Tensor, b: Tensor) -> Tensor:
     """a @ b.mT of float32 (heads, m, columns) and (heads, n, columns)."""
     _, m, columns = a.shape

@@ -86,6 +86,9 @@ def test_the_page_has_the_reports_that_there_are() -> None:
     assert "| jax | 27.0 | 900.0 |" in text and "| torch | 10.0 | – |" in text
     assert "| `README.md` | 12.0 | 6.2 | – |" in text
     assert "| first example of docs/api.md, warm | < 10 s | no torch | no |" in text
+    assert "Nothing is installed" not in text
+    alone = report(FIRST_KIND, limit_s=10.0, rows=rows, alone=True)
+    assert "Nothing is installed but what the page asks for." in render_calls({FIRST_KIND: alone})
 
 
 def test_the_page_says_what_of_a_backward_pass_is_torchs() -> None:
