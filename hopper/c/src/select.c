@@ -48,6 +48,14 @@ int64_t ha_most_keys(const mask *m, int64_t seqlen_k) {
   return seen < most ? seen : most;
 }
 
+/* Whether a problem has as many tiles as a row asks for. */
+static bool has_tiles(const forward_kind *kind, const forward_row *row) {
+  const int64_t tiles = (kind->seqlen_q + row->tile_m - 1) / row->tile_m, least = row->min_tiles;
+  if (!least) return true;
+  if (!tiles || !kind->heads) return false;
+  return tiles >= least || kind->heads >= least || tiles * kind->heads >= least;
+}
+
 const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, int64_t seen) {
   const group rows = ha_forward_groups[kind->dtype][kind->layout];
   const forward_row *best = NULL;
@@ -56,6 +64,7 @@ const forward_row *ha_select_forward(const forward_kind *kind, const mask *m, in
     if (row->page_rows != kind->page_rows || row->causal != m->causal) continue;
     if (row->window != ha_has_window(m) || row->chunk != (m->chunk > 0)) continue;
     if (row->head_dim < kind->head_dims[0] || row->head_dim_v < kind->head_dims[1] || seen > row->max_seqlen_k) continue;
+    if (!has_tiles(kind, row)) continue;
     /* Rows of the same head_dims come by ascending max_seqlen_k: the first one stays. */
     if (!best || row->head_dim + row->head_dim_v < best->head_dim + best->head_dim_v) best = row;
   }
