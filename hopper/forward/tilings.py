@@ -106,7 +106,7 @@ TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     (64, 64, True): (
         small_tiling(64, 3, 1280),
         small_tiling(96, 2, 1536),
-        replace(HIGH_UNDER_A_MASK, many_tiles=True),
+        replace(HIGH_UNDER_A_MASK, max_seqlen_k=6144, many_tiles=True),
         small_tiling(96, 2, 6144),
         HIGH_UNDER_A_MASK,
     ),
@@ -200,11 +200,14 @@ def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return problem.cover_head_dims(NATIVE_HEAD_DIMS, head_dim, head_dim_v)
 
 
-def has_many_tiles(head_dim: int, head_dim_v: int, causal: bool, seqlen_q: int, heads: int) -> bool:
-    """Whether rows with ``many_tiles`` serve a dense problem without a window, if there are such rows; ``heads`` are
-    those of all batches."""
+def has_many_tiles(
+    head_dim: int, head_dim_v: int, causal: bool, seqlens: tuple[int, int], heads: int
+) -> bool:
+    """Whether a row with ``many_tiles`` serves a dense problem without a window; ``seqlens`` are those of Q and K,
+    ``heads`` those of all batches."""
     rows = TILINGS[(*problem.cover_head_dims(TUNED_HEAD_DIMS, head_dim, head_dim_v), causal)]
-    return any(row.many_tiles and -(-seqlen_q // row.tile_m) * heads >= MANY_TILES for row in rows)
+    chosen = next(tiling for tiling in rows if tiling.serves(seqlens[1], True))
+    return chosen.many_tiles and -(-seqlens[0] // chosen.tile_m) * heads >= MANY_TILES
 
 
 @lru_cache(maxsize=4096)

@@ -100,7 +100,7 @@ def problem_of(
         scores=scores,
         has_many_tiles=window == FULL_SIDES
         and head_dim_v <= MAX_HEAD_DIM
-        and has_many_tiles(head_dim, head_dim_v, causal, seqlen_q, batch * heads),
+        and has_many_tiles(head_dim, head_dim_v, causal, (seqlen_q, k.shape[1]), batch * heads),
     )
 
 
