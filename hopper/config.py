@@ -123,22 +123,29 @@ class ForwardConfig:
         return self.finds_second_maximum_late and self.tile_n > 128 and not self.late_rescale
 
     @property
+    def asks_ahead(self) -> bool:
+        """Whether a consumer asks for the next block's K under the exponentials of the block at hand, so that no wait
+        stands in front of the next product. At head_dim 64 blocks are short; with turns, and from head_dim 128 on,
+        what is asked comes into the way of others."""
+        is_short = self.head_dim <= 64 and self.element_bytes == 2
+        return is_short and self.pipelined and self.warp_specialized and not self.ping_pong
+
+    @property
     def walks_apart(self) -> bool:
         """Whether a consumer warpgroup visits the key blocks that its own rows see, and leaves out the others of its
-        tile. Under a mask this shows where a tile has three warpgroups, or is higher than a block is wide; and where
-        they take no turns, none waits for one that has left. Without a mask only warpgroups without a query would leave
-        blocks out. Of two warpgroups in e4m3 it has not been measured."""
+        tile. Where they take no turns, none waits for one that has left. Without a mask only warpgroups without a query
+        would leave blocks out. Of two warpgroups in e4m3 it has not been measured."""
         is_masked = self.causal or self.window
-        is_low_in_16_bits = self.consumers == 2 and self.tile_n < self.tile_m and self.element_bytes == 2
-        is_high = self.consumers > 2 or is_low_in_16_bits
-        return is_masked and is_high and self.warp_specialized and not self.ping_pong
+        has_parts = self.consumers > 2 or (self.consumers == 2 and self.element_bytes == 2)
+        return is_masked and has_parts and self.warp_specialized and not self.ping_pong
 
     @property
     def halves_first_block(self) -> bool:
         """Whether only the first half of the block that a warpgroup visits first is worked on, where its rows see no
-        more of it: of every second warpgroup under a causal mask, as a block is twice as wide as a warpgroup is high.
-        What else is in the softmax's way takes the registers."""
-        return self.walks_apart and self.tile_n == 2 * WARPGROUP_ROWS and self.compares_bits
+        more of it: of many warpgroups under a causal mask, as a block is twice as wide as a warpgroup is high or more.
+        What else is in the softmax's way takes the registers. A half has whole steps of P V."""
+        is_wide = self.tile_n >= 2 * WARPGROUP_ROWS and self.tile_n % 32 == 0
+        return self.walks_apart and is_wide and self.compares_bits
 
     @property
     def adds_row_bias_late(self) -> bool:

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
@@ -129,20 +129,57 @@ class Consumer(LoopInvariant):
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, kv_state: PipelineState
     ) -> tuple[Int32, PipelineState]:
         """Those from ``n_block`` down to the last that the left side of a window masks, which comes back."""
-        for _ in cutlass.range(n_block + 1 - blocks.left_masked, unroll=1):
-            kv_state = self._overlapped_block(scores, n_block, kv_state, False)
-            n_block -= 1
-        return n_block, kv_state
+        return self._blocks_down(scores, n_block, n_block + 1 - blocks.left_masked, kv_state)
 
     @cute.jit
     def _unmasked_blocks(
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, kv_state: PipelineState
     ) -> PipelineState:
         """Those from ``n_block`` down to the first."""
-        for _ in cutlass.range(blocks.number_from(n_block), unroll=1):
-            kv_state = self._overlapped_block(scores, n_block, kv_state, False)
-            n_block -= 1
-        return kv_state
+        return self._blocks_down(scores, n_block, blocks.number_from(n_block), kv_state)[1]
+
+    @cute.jit
+    def _blocks_down(
+        self, scores: ScoreTile, n_block: Int32, count: Int32, kv_state: PipelineState
+    ) -> tuple[Int32, PipelineState]:
+        """So many blocks without a mask from ``n_block`` down, which comes back as the one behind them."""
+        if const_expr(self.config.asks_ahead):
+            k_state = kv_state.clone()
+            k_state.advance()
+            has_come = self._has_come(k_state)
+            for _ in cutlass.range(count, unroll=1):
+                kv_state, k_state, has_come = self._asking_block(scores, n_block, kv_state, k_state, has_come)
+                n_block -= 1
+        else:
+            for _ in cutlass.range(count, unroll=1):
+                kv_state = self._overlapped_block(scores, n_block, kv_state, False)
+                n_block -= 1
+        return n_block, kv_state
+
+    def _has_come(self, k_state: PipelineState) -> Boolean:
+        """Whether K of a block is there; asked without waiting for it."""
+        full = self.pipes.k.sync_object_full.get_barrier(k_state.index)
+        return cute.arch.mbarrier_test_wait(full, k_state.phase)
+
+    @cute.jit
+    def _asking_block(
+        self,
+        scores: ScoreTile,
+        n_block: Int32,
+        v_state: PipelineState,
+        k_state: PipelineState,
+        has_come: Boolean,
+    ) -> tuple[PipelineState, PipelineState, Boolean]:
+        """``_overlapped_block`` without a mask, which asks for K of the block behind it under its exponentials.
+
+        ``has_come`` is the answer for K of this one, at ``k_state``. Returns the states of this block and of the one
+        behind it, and the answer for that.
+        """
+        self.pipes.k.consumer_wait(k_state, has_come)
+        after = k_state.clone()
+        after.advance()
+        (has_come,) = self._block_of_k(scores, n_block, v_state, k_state, False, (after,))
+        return k_state, after, has_come
 
     @cute.jit
     def _first_block(self, scores: ScoreTile, blocks: KeyBlocks, kv_state: PipelineState):
@@ -193,8 +230,22 @@ class Consumer(LoopInvariant):
         """
         k_state = v_state.clone()
         k_state.advance()
-        acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(k_state)
+        self._block_of_k(scores, n_block, v_state, k_state, is_masked)
+        return k_state
+
+    @cute.jit
+    def _block_of_k(
+        self,
+        scores: ScoreTile,
+        n_block: Int32,
+        v_state: PipelineState,
+        k_state: PipelineState,
+        is_masked: cutlass.Constexpr[bool],
+        after: tuple[PipelineState, ...] = (),
+    ) -> tuple[Boolean, ...]:
+        """What ``_overlapped_block`` does once K is there. Tells of each state of ``after`` whether its K has come."""
+        acc_S = self._make_acc_S()
         self.ping_pong.take_turn()
         products = self._start_scores(acc_S, k_state)
         self.output.enter_product()
@@ -213,6 +264,7 @@ class Consumer(LoopInvariant):
         zero_dropped(acc_S, 0, kept)
         self.loads.load_next()
         self.pipes.v.consumer_wait(k_state)
+        have_come = tuple(self._has_come(state) for state in after)
         self.softmax.take_second_row(acc_S)
         if const_expr(self.config.shrinks_in_branch):
             has_new_maximum = self.softmax.has_new_maximum()
@@ -230,7 +282,7 @@ class Consumer(LoopInvariant):
             self._finish_P(acc_S, kept)
             self.output.collect()
             self.output.rescale()
-        return k_state
+        return have_come
 
     @cute.jit
     def _finish_P(self, acc_S: cute.Tensor, kept: tuple[Kept, ...]):

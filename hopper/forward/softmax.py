@@ -14,7 +14,7 @@ from cute_kernels.fast_math import (
     maximum_of,
     multiply_rounded,
 )
-from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
+from cute_kernels.fragments import LANES_PER_ROW, as_rows
 from cute_kernels.softmax import LEAST, OnlineSoftmax, RoundingSoftmax, WithSinks
 
 
@@ -56,15 +56,18 @@ class WithComparedBits(OnlineSoftmax):
     @cute.jit
     def _take_both_rows(self, acc_S: cute.Tensor):
         scores, bits = as_rows(acc_S), as_rows(cute.recast_tensor(acc_S, Int32))
-        first, second = self._start_of_bits(0), self._start_of_bits(1)
+        second = self._start_of_bits(1)
+        row_max, shift = Float32(0.0), Float32(0.0)
         if self.compares_bits:
-            first = self._largest_with(first, bits[0, None])
+            first = self._largest_with(self._start_of_bits(0), bits[0, None])
+            row_max = max_over_lanes(self._biased(0, as_float(first)), LANES_PER_ROW)
+            shift = multiply_rounded(row_max, self.scale_log2)
             second = self._largest_with(second, bits[1, None])
         else:
-            first = as_bits(maximum_of(scores[0, None], self._start(0)))
+            row_max, shift = self._of_all_lanes(self._biased(0, maximum_of(scores[0, None], self._start(0))))
             second = as_bits(maximum_of(scores[1, None], self._start(1)))
-        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self._take_maximum(r, *self._of_all_lanes(self._biased(r, as_float((first, second)[r]))))
+        self._take_maximum(0, row_max, shift)
+        self._take_maximum(1, *self._of_all_lanes(self._biased(1, as_float(second))))
 
     @cute.jit
     def _take_first_row(self, acc_S: cute.Tensor):

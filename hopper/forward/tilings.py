@@ -32,19 +32,30 @@ between 128 and 192, would be a fifth zeros there."""
 
 ANY_LENGTH = 2**62
 
+MANY_TILES = 132
+"""Tiles from which on there is one for each SM of an H100 or H200. A persistent grid of fewer leaves some SMs without
+work, and high tiles are fewer."""
+
 PACKED_SEQLEN = 2048
 """The seqlen_k that tiles of packed sequences are chosen for, where ``PACKED_TILINGS`` has no row."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tuned part of a config, for keys up to ``max_seqlen_k``: ``fields`` are names and values of its fields."""
+    """The tuned part of a config, for keys up to ``max_seqlen_k``: ``fields`` are names and values of its fields.
+
+    With ``many_tiles`` it serves only where a problem has so many tiles as MANY_TILES.
+    """
 
     tile_m: int
     tile_n: int
     stages: int
     max_seqlen_k: int
     fields: tuple[tuple[str, Any], ...]
+    many_tiles: bool = False
+
+    def serves(self, seqlen_k: int, has_many_tiles: bool) -> bool:
+        return seqlen_k <= self.max_seqlen_k and (has_many_tiles or not self.many_tiles)
 
     def build(self, kind: type[Config], **problem: Any) -> Config:
         """The config of ``kind`` with these tiles, for the problem that its other fields describe."""
@@ -91,14 +102,23 @@ def least_padded(tilings: Sequence[Tiling], max_seqlen_k: int) -> tuple[Tiling, 
 
 
 TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
-    (64, 64, False): (tiling(192, 128, 3, max_seqlen_k=8192), tiling(192, 128, 3, ping_pong=False)),
-    (64, 64, True): (small_tiling(64, 3, 1280), small_tiling(96, 2, 6144), HIGH_UNDER_A_MASK),
+    (64, 64, False): (tiling(192, 128, 3, ping_pong=False),),
+    (64, 64, True): (
+        small_tiling(64, 3, 1280),
+        small_tiling(96, 2, 1536),
+        replace(HIGH_UNDER_A_MASK, max_seqlen_k=6144, many_tiles=True),
+        small_tiling(96, 2, 6144),
+        HIGH_UNDER_A_MASK,
+    ),
     (80, 80, False): (tiling(128, 128, 3, max_seqlen_k=1280), tiling(192, 112, 3)),
     (80, 80, True): (tiling(128, 128, 3, max_seqlen_k=1280), tiling(192, 112, 3)),
     (96, 96, False): (tiling(128, 192, 2),),
     (96, 96, True): (tiling(128, 128, 2),),
     (128, 128, False): (tiling(128, 128, 2, max_seqlen_k=1280), tiling(128, 176, 2)),
-    (128, 128, True): (tiling(128, 128, 2, max_seqlen_k=6144), tiling(128, 160, 2)),
+    (128, 128, True): (
+        tiling(128, 128, 2, ping_pong=False, max_seqlen_k=6144),
+        tiling(128, 160, 2, ping_pong=False),
+    ),
     (160, 160, False): (tiling(128, 128, 2, late_rescale=True),),
     (160, 160, True): (tiling(128, 128, 2, late_rescale=True),),
     (192, 128, False): (tiling(128, 128, 2),),
@@ -111,7 +131,7 @@ TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
         tiling(128, 80, 2, ping_pong=False, late_rescale=True),
     ),
 }
-"""By (head_dim, head_dim_v, causal): the first tiling whose ``max_seqlen_k`` is not exceeded serves. Short
+"""By (head_dim, head_dim_v, causal): the first tiling that ``serves`` is taken. Short
 sequences want small tiles (fewer masked or padded scores), and at head_dim 64 several CTAs an SM; long ones want the
 widest tile that fits, which reads shared memory least; under a causal mask 160 keys are faster than 176
 (`forward_second_row.json`). Late rescaling pays where O has so many columns that rescaling them does not fit under the
@@ -119,7 +139,7 @@ exponentials."""
 
 SHORT_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     (64, 64, False): least_padded((small_tiling(64, 3), small_tiling(96, 2)), 1280),
-    (128, 128, False): least_padded((tiling(128, 128, 2), tiling(128, 176, 2)), 1280),
+    (128, 128, False): least_padded((tiling(128, 128, 2), tiling(128, 176, 2), tiling(128, 96, 3)), 1280),
     (256, 256, False): least_padded(
         tuple(tiling(128, keys, 2, ping_pong=False, late_rescale=True) for keys in (64, 80)), 1280
     ),
@@ -127,12 +147,21 @@ SHORT_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
 """Rows before those of ``TILINGS`` where all keys are seen. Of few keys a last block is a large part: 1025 are nine
 blocks of 128, or six of 176 (`forward_short_and_ragged.json` in the development results)."""
 
-WINDOW_TILINGS: dict[tuple[int, int], tuple[Tiling, ...]] = {
-    (64, 64): (small_tiling(64, 3, 768), small_tiling(96, 2, 1536), HIGH_UNDER_A_MASK),
-    (80, 80): (tiling(128, 128, 3),),
+WINDOW_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
+    **dict.fromkeys(
+        ((64, 64, False), (64, 64, True)),
+        (small_tiling(64, 3, 768), small_tiling(96, 2, 1536), HIGH_UNDER_A_MASK),
+    ),
+    **dict.fromkeys(((80, 80, False), (80, 80, True)), (tiling(128, 128, 3),)),
+    (128, 128, True): (
+        tiling(128, 128, 2, ping_pong=False, max_seqlen_k=1536),
+        tiling(128, 128, 2, max_seqlen_k=6144),
+        tiling(128, 160, 2),
+    ),
 }
-"""The same under a window, by (head_dim, head_dim_v); ``max_seqlen_k`` are the keys that a query sees. In narrow
-windows a tile is little more than its start and its end. Where there is no row, ``TILINGS`` has it."""
+"""The same under a window; ``max_seqlen_k`` are the keys that a query sees. In narrow windows a tile is little more
+than its start and its end, and warpgroups that walk apart are worth more than their turns. Where there is no row,
+``TILINGS`` has it."""
 
 PACKED_TILINGS: dict[tuple[int, int, bool], Tiling] = {
     (64, 64, False): small_tiling(96, 2),
@@ -171,6 +200,16 @@ def cover_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     return problem.cover_head_dims(NATIVE_HEAD_DIMS, head_dim, head_dim_v)
 
 
+def has_many_tiles(
+    head_dim: int, head_dim_v: int, causal: bool, seqlens: tuple[int, int], heads: int
+) -> bool:
+    """Whether a row with ``many_tiles`` serves a dense problem without a window; ``seqlens`` are those of Q and K,
+    ``heads`` those of all batches."""
+    rows = TILINGS[(*problem.cover_head_dims(TUNED_HEAD_DIMS, head_dim, head_dim_v), causal)]
+    chosen = next(tiling for tiling in rows if tiling.serves(seqlens[1], True))
+    return chosen.many_tiles and -(-seqlens[0] // chosen.tile_m) * heads >= MANY_TILES
+
+
 @lru_cache(maxsize=4096)
 def select_forward_config(
     dtype: str,
@@ -180,6 +219,7 @@ def select_forward_config(
     seqlen_k: int,
     window: bool = False,
     layout: str = DENSE,
+    has_many_tiles: bool = False,
 ) -> ForwardConfig:
     """The config that serves a problem, at one of TUNED_HEAD_DIMS. Reads sizes only, never a tensor; cached.
 
@@ -191,10 +231,10 @@ def select_forward_config(
     if layout == VARLEN:
         rows, seqlen_k = (PACKED_TILINGS[key],) if key in PACKED_TILINGS else rows, PACKED_SEQLEN
     elif window:
-        rows = WINDOW_TILINGS.get(key[:2], rows)
+        rows = WINDOW_TILINGS.get(key, rows)
     else:
         rows = (*SHORT_TILINGS.get(key, ()), *rows)
-    chosen = next(tiling for tiling in rows if seqlen_k <= tiling.max_seqlen_k)
+    chosen = next(tiling for tiling in rows if tiling.serves(seqlen_k, has_many_tiles))
     return replace(_build(chosen, dtype, key), window=window, layout=layout)
 
 
@@ -245,8 +285,11 @@ def select_paged_config(
 
 def with_dropout(config: ForwardConfig) -> ForwardConfig:
     """The config for the same problem with dropout: tile_n is rounded down to a multiple of 32, since the mask is made
-    for 32 keys at a time."""
-    return replace(config, tile_n=config.tile_n // 32 * 32, dropout=True)
+    for 32 keys at a time. Two warpgroups take turns over blocks of more than 128 keys: without them the bits that both
+    make at a time cost 5 % (`forward_without_waits.json`)."""
+    tile_n = config.tile_n // 32 * 32
+    has_turns = config.ping_pong or (config.consumers == 2 and tile_n > 128)
+    return replace(config, tile_n=tile_n, dropout=True, ping_pong=has_turns)
 
 
 def _build(tiling: Tiling, dtype: str, key: tuple[int, int, bool]) -> ForwardConfig:

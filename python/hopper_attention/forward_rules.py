@@ -14,6 +14,7 @@ from cute_kernels.ampere.config import (
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import ForwardConfig, check_problem_size
 from hopper.forward.tilings import (
+    has_many_tiles,
     select_forward_config,
     select_paged_config,
     select_with_functions,
@@ -80,7 +81,8 @@ def problem_of(
     scores: ScoreKind = PLAIN,
 ) -> AttentionProblem:
     """What of checked tensors decides on the kernel; ``causal`` and ``window`` are a ``MaskSpec`` and its sides."""
-    head_dim, head_dim_v = q.shape[3], v.shape[3]
+    batch, seqlen_q, heads, head_dim = q.shape
+    head_dim_v = v.shape[3]
     is_empty = 0 in q.shape or not k.shape[1]
     seen = k.shape[1]
     if window != FULL_SIDES:
@@ -96,6 +98,9 @@ def problem_of(
         window != FULL_SIDES,
         has_chunk=window[2] > 0,
         scores=scores,
+        has_many_tiles=window == FULL_SIDES
+        and head_dim_v <= MAX_HEAD_DIM
+        and has_many_tiles(head_dim, head_dim_v, causal, (seqlen_q, k.shape[1]), batch * heads),
     )
 
 
@@ -148,7 +153,7 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return replace(plain, **fields | lists_of(p, (plain.tile_m, plain.tile_n)))
     if p.scores.functions:
         return _with_functions(p, dtype, layout, fields)
-    options = p.causal, p.longest_k, p.has_window, layout
+    options = p.causal, p.longest_k, p.has_window, layout, p.has_many_tiles
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
     return replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
 

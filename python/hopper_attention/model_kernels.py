@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -196,7 +196,9 @@ def problems_of(model: ModelShape) -> Iterator[AttentionProblem]:
     for causal, sides in model.masks:
         for seqlen in length_bounds():
             specs = model.specs(min(seqlen, 2**20))
-            yield forward_rules.problem_of(*specs, causal, sides, model.scores)
+            problem = forward_rules.problem_of(*specs, causal, sides, model.scores)
+            # A prompt that is attended to in parts has fewer tiles than its length says.
+            yield from dict.fromkeys((replace(problem, has_many_tiles=False), problem))
         window = sides != FULL_SIDES, sides[2] > 0
         yield forward_rules.packed_problem_of(flat_q, flat_v, causal, window, model.scores)
 

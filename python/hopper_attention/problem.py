@@ -21,7 +21,7 @@ ONE_BLOCK = 0
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """What a kernel is chosen by. Calls that differ only in batch, heads or lengths share one.
+    """What a kernel is chosen by. Most calls that differ only in batch, heads or lengths share one.
 
     Attributes:
         dtype, out_dtype: of q, k and v, and of the output.
@@ -35,6 +35,7 @@ class AttentionProblem:
         is_packed: sequences of different lengths lie one after another in one tensor.
         scores: what is done to scores and P. Softcap, slopes, sinks and dropout are arguments of a call.
         has_qv: there is a second query, of head_dim_v columns, that multiplies V.
+        has_many_tiles: the tiles of the problem are enough for every SM, where that decides on the kernel.
         page_rows: of a cache in whose pages K and V lie, rows that are known to lie together (``PAGE_ROWS``,
             ``ONE_PAGE``, ``END_TO_END``); 0 where there is none.
     """
@@ -52,6 +53,7 @@ class AttentionProblem:
     scores: ScoreKind = PLAIN
     has_qv: bool = False
     page_rows: int = 0
+    has_many_tiles: bool = False
 
 
 @dataclass(frozen=True)

@@ -425,9 +425,10 @@ def _mbarrier(name: str, ops: list[str]) -> Step:
             barrier = warp.cta.barriers[int(addresses[mask][0]) + offset]
             assert (addresses[mask] == addresses[mask][0]).all()
             parity = int(warp.get(ops[2], np.uint32)[mask][0]) & 1
-            if barrier.phase == parity:
+            has_passed = barrier.phase != parity
+            if action == "try_wait" and not has_passed:
                 raise Waiting
-            warp.set(ops[0], np.ones(LANES, bool), mask)
+            warp.set(ops[0], np.full(LANES, has_passed), mask)
             return
         for lane in np.flatnonzero(mask):
             barrier = warp.cta.barriers[int(addresses[lane]) + offset]

@@ -13,8 +13,10 @@ from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper.forward.tilings import (
     NATIVE_HEAD_DIMS,
     cover_head_dims,
+    has_many_tiles,
     select_forward_config,
     shipped_forward_configs,
+    with_dropout,
 )
 
 
@@ -64,7 +66,21 @@ def test_head_dims_that_would_be_a_fifth_zeros_have_kernels_of_their_own():
     "head_dim,widths",
     [
         (64, {197: 64, 257: 96, 512: 64, 1024: 96}),
-        (128, {197: 128, 512: 128, 1024: 128, 1025: 176, 1280: 128, 1281: 176}),
+        (
+            128,
+            {
+                96: 96,
+                197: 128,
+                288: 96,
+                300: 176,
+                480: 96,
+                512: 128,
+                960: 96,
+                1024: 128,
+                1025: 176,
+                1281: 176,
+            },
+        ),
         (256, {512: 64, 576: 64, 640: 80, 1024: 80, 1281: 80}),
     ],
 )
@@ -133,6 +149,59 @@ def test_where_softmax_waits_for_the_second_row_and_shrinks_in_a_branch():
     long = select_forward_config("bfloat16", 128, 128, False, 16384)
     capped = replace(long, softcap=True)
     assert not (capped.compares_bits or capped.finds_second_maximum_late or capped.shrinks_in_branch)
+
+
+@pytest.mark.parametrize("keys,turns", [(1536, False), (1537, True), (9000, True)])
+def test_wide_windows_take_turns_at_head_dim_128(keys: int, turns: bool):
+    of_window, of_all = (
+        select_forward_config("bfloat16", 128, 128, True, keys, window) for window in (True, False)
+    )
+    assert of_window.tile_n == of_all.tile_n and of_window.ping_pong == turns and not of_all.ping_pong
+    # With dropout turns are worth more than walking apart where blocks are wide.
+    assert with_dropout(of_all).ping_pong == (of_all.tile_n > 128)
+
+
+def test_who_asks_for_the_next_key_block_ahead():
+    """At head_dim 64 in 16 bits, where nobody waits for a turn."""
+    few, many = (select_forward_config("bfloat16", 64, 64, True, n) for n in (512, 16384))
+    assert few.asks_ahead and many.asks_ahead and replace(many, window=True).asks_ahead
+    assert not replace(many, ping_pong=True).asks_ahead and not replace(many, pipelined=False).asks_ahead
+    for head_dim in (80, 96, 128, 256):
+        assert not any(
+            select_forward_config("float16", head_dim, head_dim, causal, 16384).asks_ahead
+            for causal in (False, True)
+        )
+    assert not select_fp8_forward_config(64, 64, True, "bfloat16", 16384).asks_ahead
+
+
+def test_two_warpgroups_walk_apart_under_a_causal_mask():
+    for head_dim in (104, 128):
+        short, long = (select_forward_config("bfloat16", head_dim, head_dim, True, n) for n in (6144, 6145))
+        assert (short.tile_n, long.tile_n) == (128, 160)
+        for config in (short, long):
+            assert config.consumers == 2 and config.walks_apart and config.halves_first_block
+            # Half of a block has no whole steps of P V there.
+            assert not replace(config, tile_n=176).halves_first_block
+    assert not base().walks_apart
+
+
+@pytest.mark.parametrize(
+    "seqlen_q,heads,is_many",
+    [(4096, 5, False), (4096, 6, True), (192, 132, True), (193, 66, True), (192, 131, False)],
+)
+def test_high_tiles_need_one_for_each_sm(seqlen_q: int, heads: int, is_many: bool):
+    def of(head_dim: int, causal: bool, seqlen_k: int) -> bool:
+        return has_many_tiles(head_dim, 64, causal, (seqlen_q, seqlen_k), heads)
+
+    assert of(64, True, 1537) == of(64, True, 6144) == of(40, True, 3000) == is_many
+    # Elsewhere the number of tiles decides on nothing, and no problem is told from another by it.
+    assert not any((of(64, True, 1536), of(64, True, 6145), of(64, False, 3000), of(128, True, 3000)))
+    by_length = {
+        n: select_forward_config("bfloat16", 64, 64, True, n, has_many_tiles=is_many)
+        for n in (1536, 1537, 6144, 6145)
+    }
+    middle = 192 if is_many else 64
+    assert [config.tile_m for config in by_length.values()] == [64, middle, middle, 192]
 
 
 def test_ctas_of_an_sm_share_its_registers_and_shared_memory():

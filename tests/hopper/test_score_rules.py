@@ -90,13 +90,17 @@ def test_warpgroups_that_visit_different_blocks(sides: tuple[int, int], seqlens:
         check(out[0], lse[0], exact_attention(q[0], k[0], v[0], sides))
 
 
-def test_half_of_the_first_block_where_a_warpgroup_sees_no_more() -> None:
-    """Tiles as shipped, whose blocks are twice as wide as a warpgroup is high; the second rows see few keys or none."""
-    config = select_forward_config("bfloat16", 64, 64, True, 16384)
-    assert config.halves_first_block
+@pytest.mark.parametrize("head_dim,seqlen_k,tile_n", [(64, 16384, 128), (128, 512, 128), (128, 8192, 160)])
+def test_half_of_the_first_block_where_a_warpgroup_sees_no_more(
+    head_dim: int, seqlen_k: int, tile_n: int
+) -> None:
+    """Tiles as shipped, whose blocks are twice as wide as a warpgroup is high or more; the second rows see few keys or
+    none."""
+    config = select_forward_config("bfloat16", head_dim, head_dim, True, seqlen_k)
+    assert config.halves_first_block and config.tile_n == tile_n
     for seqlens in ((230, 300), (330, 90)):
-        q, k, v = draw(torch.bfloat16, seqlens, (2, 1), 64)
-        out, lse = forward_on_numpy(config, q, k, v, 0.125, 2, LATE)
+        q, k, v = draw(torch.bfloat16, seqlens, (2, 1), head_dim)
+        out, lse = forward_on_numpy(config, q, k, v, head_dim**-0.5, 2, LATE)
         check(out[0], lse[0], exact_attention(q[0], k[0], v[0], (None, 0)))
 
 

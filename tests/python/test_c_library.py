@@ -493,10 +493,10 @@ def test_sets_of_kernels() -> None:
     names = [config.name for config in c_library.chosen_kernels("default")]
     assert names and all("window" not in name and "e4m3cache" not in name for name in names)
     packed = c_library.chosen_kernels(
-        "hopper_fwd_bf16_d128_causal_*_24_varlen, hopper_fwd_fp16_d96_full_*_24"
+        "hopper_fwd_bf16_d128_causal_*_24_nopingpong_varlen, hopper_fwd_fp16_d96_full_*_24"
     )
     assert [config.name for config in packed] == [
-        "hopper_fwd_bf16_d128_causal_m128n128s2_r240_24_varlen",
+        "hopper_fwd_bf16_d128_causal_m128n128s2_r240_24_nopingpong_varlen",
         "hopper_fwd_fp16_d96_full_m128n192s2_r240_24",
         "plan_sm_90a",
     ]
@@ -507,7 +507,7 @@ def test_sets_of_kernels() -> None:
 def test_kernels_are_launched_through_the_driver(tmp_path: Path) -> None:
     """Those that are linked in, on a driver without a GPU: the calls of ``tests/c/test_calls.c``."""
     names = (
-        "hopper_fwd_bf16_d128_causal_m128n160s2_r240_24",
+        "hopper_fwd_bf16_d128_causal_m128n160s2_r240_24_nopingpong",
         "hopper_decode_bf16_d128_full_m4*b128_e4m3cache0",
     )
     configs = c_library.chosen_kernels(",".join(names))

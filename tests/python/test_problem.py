@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from cute_kernels.problem import DTYPES
+from hopper.config import ForwardConfig
 from hopper.forward import tilings as tilings_16_bits
 from hopper.forward.fp8 import tilings as tilings_fp8
 from hopper.forward.fp8.config import Softmax
 from hopper.forward.fp8.tilings import FP8_ROW_QUERIES, select_fp8_forward_config
 from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, Tiling, select_forward_config
 from hopper_attention.backward_rules import BackwardProblem
+from hopper_attention.checks import TensorSpec
+from hopper_attention.forward_rules import problem_of as problem_of_16_bits
+from hopper_attention.forward_rules import select_config as select_16_bits
 from hopper_attention.fp8_rules import Fp8Problem, check_size, select_config, select_for
 from hopper_attention.problem import AttentionProblem, length_bounds, longest_alike
 from hopper_attention.quantized import default_block_k
@@ -57,6 +61,34 @@ def test_lengths_that_are_alike_get_the_same_configs(dims: tuple[int, int], caus
                 select_fp8_forward_config(*dims, causal, "bfloat16", m, *options) for m in (n, longest)
             )
             assert of_n == of_longest
+
+
+@pytest.mark.parametrize("head_dim,causal,seqlen_k", [(64, True, 4096), (48, True, 1537), (64, True, 6144)])
+def test_tiles_for_every_sm_decide_where_they_are_high(head_dim: int, causal: bool, seqlen_k: int) -> None:
+    """Batches, heads and queries count alike, and decide on nothing else."""
+
+    def of(
+        batch: int, seqlen_q: int, heads: int, causal: bool = causal, seqlen_k: int = seqlen_k
+    ) -> ForwardConfig:
+        q, k = (
+            TensorSpec((batch, n, heads, head_dim), (), torch.bfloat16, torch.device("meta"))
+            for n in (seqlen_q, seqlen_k)
+        )
+        config = select_16_bits("hopper", (9, 0), q, k, k, causal)
+        assert isinstance(config, ForwardConfig)
+        return config
+
+    assert of(1, 192, 132).tile_m == of(132, 1, 1).tile_m == of(3, 4096, 2).tile_m == 192
+    assert of(1, 192, 131).tile_m == of(1, 4096, 5).tile_m == 64
+    for other in ({"causal": False}, {"seqlen_k": 1536}, {"seqlen_k": 6145}):
+        assert of(1, 64, 1, **other) == of(8, 4096, 32, **other)
+
+
+def test_a_window_is_served_alike_whatever_the_tiles() -> None:
+    window = (2000, -1, 0)
+    specs = (TensorSpec((1, 4096, heads, 64), (), torch.bfloat16, torch.device("meta")) for heads in (1, 64))
+    few, many = (problem_of_16_bits(spec, spec, spec, True, window) for spec in specs)
+    assert few == many and few.has_window
 
 
 def test_blocks_of_the_quantizer_follow_the_tiles() -> None:

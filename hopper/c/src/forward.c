@@ -51,7 +51,8 @@ static ha_status make_plan(ha_forward_params *own, const ha_forward_params *give
   ha_status status = ha_read_forward(own, given);
   if (status == HA_SUCCESS) status = ha_check_dense(own, made);
   if (status != HA_SUCCESS) return status;
-  const forward_kind kind = {own->dtype, LAYOUT_DENSE, {own->head_dim, own->head_dim_v}, 0};
+  const int64_t heads = own->batch * own->heads;
+  const forward_kind kind = {own->dtype, LAYOUT_DENSE, {own->head_dim, own->head_dim_v}, 0, own->seqlen_q, heads};
   *row = ha_select_forward(&kind, &made->mask, ha_most_keys(&made->mask, own->seqlen_k));
   return *row ? ha_check_tiles(own, (*row)->tile_m) : HA_ERROR_NOT_SUPPORTED;
 }

@@ -100,7 +100,7 @@ typedef struct variant {
 } variant;
 
 /* One choice of a 16-bit forward kernel: of the rows with the problem's dtype, layout, causal and window, and with the
- * cheapest head_dims that cover its own, the first whose max_seqlen_k is not exceeded serves. */
+ * cheapest head_dims that cover its own, the first serves whose max_seqlen_k is not exceeded, and that has min_tiles. */
 typedef struct forward_row {
   ha_dtype dtype;
   layout layout;
@@ -111,6 +111,7 @@ typedef struct forward_row {
   int head_dim;
   int head_dim_v;
   int64_t max_seqlen_k;
+  int64_t min_tiles; /* 0 for any problem */
   int tile_m;
   int ctas_per_sm;
   int kernel; /* index in ha_kernels */
@@ -198,12 +199,15 @@ bool ha_has_window(const mask *m);
 /* Of so many keys, those that a query sees at most. */
 int64_t ha_most_keys(const mask *m, int64_t seqlen_k);
 
-/* 16-bit problems that differ in masks and lengths alone; `page_rows` are those of a row. */
+/* 16-bit problems that differ in masks and numbers of keys alone; `page_rows` are those of a row, `heads` those of all
+ * sequences. Without dense queries the last two are 0. */
 typedef struct forward_kind {
   ha_dtype dtype;
   layout layout;
   int64_t head_dims[2];
   int64_t page_rows;
+  int64_t seqlen_q;
+  int64_t heads;
 } forward_kind;
 
 /* The row for a problem with legal head_dims, or NULL after ha_fail; `seen` are the keys that a query sees at most. */

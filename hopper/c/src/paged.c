@@ -53,7 +53,7 @@ static ha_status make_plan(ha_paged_params *own, const ha_paged_params *given, p
   ha_status status = ha_read_params(own, sizeof *own, sizeof *own, given, "HA_PAGED_PARAMS_INIT");
   if (status == HA_SUCCESS) status = check_params(own, &made->problem);
   if (status != HA_SUCCESS) return status;
-  const forward_kind kind = {own->dtype, LAYOUT_PAGED, {own->head_dim, own->head_dim_v}, page_rows_of(own)};
+  const forward_kind kind = {own->dtype, LAYOUT_PAGED, {own->head_dim, own->head_dim_v}, page_rows_of(own), 0, 0};
   if (!kind.page_rows) {
     return ha_fail(HA_ERROR_NOT_SUPPORTED,
                    "page_size is %" PRId64 ", allowed where a sequence has several pages: multiples of 8", own->page_size);

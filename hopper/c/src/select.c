@@ -48,6 +48,14 @@ int64_t ha_most_keys(const mask *m, int64_t seqlen_k) {
   return seen < most ? seen : most;
 }
 
+/* Whether a problem has as many tiles as a row asks for. */
+static bool has_tiles(const forward_kind *kind, const forward_row *row) {
+  const int64_t tiles = (kind->seqlen_q + row->tile_m - 1) / row->tile_m, least = row->min_tiles;
+  if (!least) return true;
+  if (!tiles || !kind->heads) return false;
+  return tiles >= least || kind->heads >= least || tiles * kind->heads >= least;
+}
+
 /* All that decides on a forward kernel. */
 typedef struct forward_question {
   forward_kind kind;
@@ -58,7 +66,8 @@ typedef struct forward_question {
 static bool is_same(const forward_question *a, const forward_question *b) {
   return a->kind.dtype == b->kind.dtype && a->kind.layout == b->kind.layout &&
          a->kind.head_dims[0] == b->kind.head_dims[0] && a->kind.head_dims[1] == b->kind.head_dims[1] &&
-         a->kind.page_rows == b->kind.page_rows && a->causal == b->causal && a->has_window == b->has_window &&
+         a->kind.page_rows == b->kind.page_rows && a->kind.seqlen_q == b->kind.seqlen_q &&
+         a->kind.heads == b->kind.heads && a->causal == b->causal && a->has_window == b->has_window &&
          a->has_chunk == b->has_chunk && a->seen == b->seen;
 }
 
@@ -71,7 +80,7 @@ static const forward_row *find_forward(const forward_question *asked) {
     if (row->page_rows != kind->page_rows || row->causal != asked->causal) continue;
     if (row->window != asked->has_window || row->chunk != asked->has_chunk) continue;
     if (row->head_dim < kind->head_dims[0] || row->head_dim_v < kind->head_dims[1]) continue;
-    if (asked->seen > row->max_seqlen_k) continue;
+    if (asked->seen > row->max_seqlen_k || !has_tiles(kind, row)) continue;
     /* Rows of the same head_dims come by ascending max_seqlen_k: the first one stays. */
     if (!best || row->head_dim + row->head_dim_v < best->head_dim + best->head_dim_v) best = row;
   }

@@ -48,7 +48,7 @@ static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given,
   ha_status status = ha_read_varlen(own, given);
   if (status == HA_SUCCESS) status = ha_check_packed(own, &made->problem);
   if (status != HA_SUCCESS) return status;
-  const forward_kind kind = {own->dtype, LAYOUT_VARLEN, {own->head_dim, own->head_dim_v}, 0};
+  const forward_kind kind = {own->dtype, LAYOUT_VARLEN, {own->head_dim, own->head_dim_v}, 0, 0, 0};
   /* Lengths are not known here: tiles are the same for all. */
   made->row = ha_select_forward(&kind, &made->problem.mask, 0);
   if (!made->row) return HA_ERROR_NOT_SUPPORTED;
