@@ -46,7 +46,8 @@ class BackwardConfig:
     them, ``dropout`` zeroes elements of P. ``functions`` are a user's. With ``block_lists`` a key tile visits the
     query tiles of a list alone, and the mask function is not asked in those that the list calls seen. With ``strips``
     a CTA has neighbouring key tiles one after another and writes dQ itself, in 16 bits, for windows that
-    ``fit_strips`` and as many heads of K and V as of Q.
+    ``fit_strips`` and as many heads of K and V as of Q. With ``clears_ahead`` a warp of the kernel clears the
+    sums of dQ, shortly before key tiles add to them; else they are zero before the launch.
     """
 
     dtype: str
@@ -67,6 +68,7 @@ class BackwardConfig:
     functions: UserFunctions = NO_FUNCTIONS
     block_lists: bool = False
     strips: bool = False
+    clears_ahead: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -184,7 +186,8 @@ class BackwardConfig:
         """Of "prepare" or "finish": the same for two configs only where their machine code is."""
         columns = self.head_dim_v if step == "prepare" else self.head_dim
         name = f"hopper_bwd_{step}_{SHORT_NAMES[self.dtype]}_d{columns}_m{self.tile_m}n{self.tile_n}"
-        return name if self.layout == DENSE else f"{name}_{self.layout}"
+        name = name if self.layout == DENSE else f"{name}_{self.layout}"
+        return f"{name}_clears" if self.clears_ahead and step == "prepare" else name
 
     @property
     def smem_bytes(self) -> int:
@@ -206,6 +209,7 @@ class BackwardConfig:
         parts += ["ordered"] if self.ordered else []
         parts += feature_names(self)
         parts += ["strips"] if self.strips else []
+        parts += ["clears"] if self.clears_ahead else []
         return "_".join(parts)
 
 
@@ -309,6 +313,14 @@ def validate_backward_config(config: BackwardConfig) -> None:
             f"strips is True with window={c.window}, chunk={c.chunk}, ordered={c.ordered}, layout {c.layout!r} and "
             f"head_dim {c.head_dim}, allowed: True, False, False, 'dense' and at most {MAX_UNPAIRED_HEAD_DIM}"
         )
+    if c.clears_ahead and (
+        c.causal or c.window or c.ordered or c.block_lists or c.layout == DENSE or is_paired
+    ):
+        raise ValueError(
+            f"clears_ahead is True with causal={c.causal}, window={c.window}, ordered={c.ordered}, "
+            f"block_lists={c.block_lists}, layout {c.layout!r} and head_dim {c.head_dim}, allowed: False four times, "
+            f"'varlen' and at most {MAX_UNPAIRED_HEAD_DIM}"
+        )
     if c.strips and (c.tile_m, c.stages) != (WARPGROUP_ROWS, 2):
         raise ValueError(
             f"tile_m is {c.tile_m} and stages {c.stages}, allowed with strips: {WARPGROUP_ROWS} and 2"
@@ -368,8 +380,19 @@ def select_backward_config(
         functions=functions,
         block_lists=block_lists,
     )
+    config = replace(config, clears_ahead=gains_by_clearing_ahead(config))
     validate_backward_config(config)
     return config
+
+
+def gains_by_clearing_ahead(config: BackwardConfig) -> bool:
+    """Whether ``clears_ahead`` serves a config and makes it faster: with packed sequences and no mask, plain scores and
+    at most head_dim 128. Under a causal mask the first key tile is the last one at most queries."""
+    c = config
+    is_masked = c.causal or c.window or c.block_lists
+    is_changed = c.softcap or c.alibi or c.dropout or c.functions
+    is_one_cta = not isinstance(c, PairedBackwardConfig)
+    return c.layout != DENSE and is_one_cta and not (is_masked or is_changed or c.ordered)
 
 
 def select_strip_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
