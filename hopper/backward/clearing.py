@@ -1,7 +1,7 @@
-"""A warp that clears the sums of dQ of packed sequences shortly before key tiles add to them.
+"""A warp that clears the sums of dQ of packed sequences while other key tiles are at work.
 
-Before the kernel nobody else writes these zeros, and those that it finds in L2 are not read from memory. The consumers
-take no part in it: the producer warp waits until all sums of a head are clear before it loads the head's queries.
+Before the kernel nobody writes these zeros, which takes memory's time; in the kernel memory has time to spare. The
+consumers take no part in it: the producer warp waits until all sums of a head are clear before it loads its queries.
 """
 
 import cutlass
@@ -11,7 +11,6 @@ from cutlass import Float32, Int32
 from cute_kernels.backward.step import CLAIMED_SHARES, CLEARED_SHARES, CLEARING_WORDS, SCHEDULER_WORDS
 from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.tile_scheduler import CLAIMED_TILES
 from hopper.backward.config import BackwardConfig
 from hopper.backward.work import BackwardWork
 
@@ -21,9 +20,6 @@ WORDS = 4
 STORES_AT_ONCE = 8
 """Of a lane."""
 
-LEAD = 264
-"""Key tiles by which zeros are ahead of the last claimed one, besides those of a head: two for each SM."""
-
 
 class Clearing(LoopInvariant):
     """Sums are cleared in shares: of n key tiles of a head, number i clears query tiles i, i + n, i + 2 n and so on.
@@ -32,9 +28,8 @@ class Clearing(LoopInvariant):
     ``counter`` is int32 and zero before the launch: SCHEDULER_WORDS, then CLEARING_WORDS, and then a count for each
     query tile of all heads, of which a key/value head of a sequence has the first: its shares that are clear.
 
-    Warps claim shares one by one, in the order of key tiles, and never wait for those who add: a share may be claimed
-    once the key tile is that stands ``LEAD`` and a head's tiles before it. So whoever waits for the shares of its head
-    waits for warps that run, and that wait for nothing but claims up to its own.
+    Warps claim shares one by one, in the order of key tiles, and wait for nobody. So whoever waits for the shares of
+    its head waits for warps that run.
     """
 
     def __init__(self, config: BackwardConfig, mdQ: cute.Tensor, counter: cute.Tensor):
@@ -49,7 +44,6 @@ class Clearing(LoopInvariant):
             n_block, head_kv, batch = work.coordinates(share)
             seqlens = work.seqlens.of(batch)
             step = ceil_div(seqlens.seqlen_k, c.tile_n)
-            self._wait_for(CLAIMED_TILES, share - step - LEAD - cute.arch.grid_dim()[0])
             first = work.first_tile(head_kv, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 of_head = first + i * work.m_end
@@ -97,12 +91,6 @@ class Clearing(LoopInvariant):
         if lane == 0:
             share = cute.arch.atomic_add(self._word(CLAIMED_SHARES), Int32(1), sem="relaxed", scope="gpu")
         return cute.arch.make_warp_uniform(share)
-
-    @cute.jit
-    def _wait_for(self, word: int, number: Int32):
-        """Until a word of the counter is at least ``number``."""
-        while see(self._word(word)) < number:
-            cute.arch.inline_ptx("nanosleep.u32 200;", read_only_args=[])
 
     def _word(self, index: int) -> cute.Pointer:
         return self.counter.iterator + index

@@ -29,6 +29,9 @@ NATIVE_HEAD_DIMS = (64, 96, 128, 192, 256)
 MAX_HEAD_DIM = NATIVE_HEAD_DIMS[-1]
 MAX_UNPAIRED_HEAD_DIM = 128
 
+CLEARING_HEAD_DIM = 128
+"""At which packed kernels clear the sums of dQ themselves."""
+
 CLUSTER_CTAS = 2
 """CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
 
@@ -47,7 +50,7 @@ class BackwardConfig:
     query tiles of a list alone, and the mask function is not asked in those that the list calls seen. With ``strips``
     a CTA has neighbouring key tiles one after another and writes dQ itself, in 16 bits, for windows that
     ``fit_strips`` and as many heads of K and V as of Q. With ``clears_ahead`` a warp of the kernel clears the
-    sums of dQ, shortly before key tiles add to them; else they are zero before the launch.
+    sums of dQ, ahead of the key tiles that add to them; else they are zero before the launch.
     """
 
     dtype: str
@@ -386,13 +389,14 @@ def select_backward_config(
 
 
 def gains_by_clearing_ahead(config: BackwardConfig) -> bool:
-    """Whether ``clears_ahead`` serves a config and makes it faster: with packed sequences and no mask, plain scores and
-    at most head_dim 128. Under a causal mask the first key tile is the last one at most queries."""
+    """Whether ``clears_ahead`` serves a config and makes it faster: with packed sequences at head_dim 128, no mask and
+    plain scores. Under a causal mask it has lost, and at head_dim 64 and 96 it wins nothing."""
     c = config
     is_masked = c.causal or c.window or c.block_lists
     is_changed = c.softcap or c.alibi or c.dropout or c.functions
-    is_one_cta = not isinstance(c, PairedBackwardConfig)
-    return c.layout != DENSE and is_one_cta and not (is_masked or is_changed or c.ordered)
+    return (
+        c.layout != DENSE and c.head_dim == CLEARING_HEAD_DIM and not (is_masked or is_changed or c.ordered)
+    )
 
 
 def select_strip_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:

@@ -144,6 +144,7 @@ def test_sums_are_cleared_ahead_of_packed_sequences_without_a_mask() -> None:
         if "softcap" not in options:
             with pytest.raises(ValueError, match="clears_ahead is True with"):
                 validate_backward_config(replace(other, clears_ahead=True))
-    assert not select_backward_config("bfloat16", 256, 256, False, layout="varlen").clears_ahead
+    for head_dim in (64, 96, 256):
+        assert not select_backward_config("bfloat16", head_dim, head_dim, False, layout="varlen").clears_ahead
     steps = [BackwardStep(step, config).name for config in (chosen, other) for step in ("prepare", "finish")]
     assert steps[0] == f"{steps[2]}_clears" and steps[1] == steps[3]
