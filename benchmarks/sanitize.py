@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
-Families are forward, paged, decode, wide, fp8, fp8-two-level, quantize and backward, and without WGMMA ampere_forward
-and ampere_backward.
+Families are forward, paged, decode, wide, fp8, fp8-two-level, quantize, backward and packed-backward, and without WGMMA
+ampere_forward and ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
 two heads on one KV head, and where the grid is persistent two CTAs for four tiles, so that shared memory is reused
@@ -19,7 +19,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.nn import functional
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_ampere_backward_configs
 from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
 from cute_kernels.problem import VARLEN
-from hopper.backward.config import BackwardConfig, shipped_backward_configs
+from hopper.backward.config import BackwardConfig, select_backward_config, shipped_backward_configs
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig
@@ -44,6 +44,7 @@ from hopper_attention.compile_cache import get_forward, get_quantize
 from hopper_attention.launch.backward import run_backward
 from hopper_attention.launch.base import no_vectors
 from hopper_attention.launch.fp8 import EmulationLaunch, adds_mean
+from hopper_attention.launch.packed_backward import make_packed_backward_launcher
 from hopper_attention.launch.packed_forward import find_planner
 from hopper_attention.launch.paged_forward import PagedForwardLauncher
 from hopper_attention.launch.quantize import Outputs, empty_outputs
@@ -329,9 +330,40 @@ def run_backward_case(config: BackwardConfig | AmpereBackwardConfig, device: str
     results = run_backward(*on_gpu, scale, config.causal, deterministic=config.ordered, backend=backend)
     gradients = [x.cpu() for x in results]
     torch.cuda.synchronize()
-    inputs = [x.double() for x in (dout, q, k, v, out, lse)]
-    exact = tiled_backward(inputs[0], None, *inputs[1:], causal=config.causal, softmax_scale=scale)
-    like = tiled_backward(dout, None, q, k, v, out, lse, causal=config.causal, softmax_scale=scale)
+    return _gradient_faults((dout, q, k, v, out, lse), gradients, config.causal, scale)
+
+
+def packed_backward_configs() -> tuple[BackwardConfig, ...]:
+    """Those that clear the sums of dQ themselves."""
+    return tuple(
+        select_backward_config(dtype, 128, 128, False, layout=VARLEN) for dtype in ("bfloat16", "float16")
+    )
+
+
+def run_packed_backward_case(config: BackwardConfig, device: str) -> str:
+    """The same of packed sequences: one, and one behind it without keys. Two CTAs have three key tiles, and
+    wait for each other's zeros."""
+    lengths = 2 * config.tile_m + 17, 2 * config.tile_n + 5
+    q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
+    scale = config.head_dim**-0.5
+    out, lse = attention_tiled(q, k, v)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    launcher = replace(make_packed_backward_launcher(config, torch.device(device)), grid=(CTAS,))
+    bounds = [torch.tensor([0, n, n], dtype=torch.int32, device=device) for n in lengths]
+    on_gpu = [x[0].to(device) for x in (dout, q, k, v, out, lse)]
+    results = launcher(on_gpu[0], None, *on_gpu[1:], *bounds, None, None, *lengths, scale, -1, -1, 0)
+    gradients = [x.cpu()[None] for x in results]
+    torch.cuda.synchronize()
+    return _gradient_faults((dout, q, k, v, out, lse), gradients, False, scale)
+
+
+def _gradient_faults(
+    tensors: tuple[Tensor, ...], gradients: list[Tensor], causal: bool, softmax_scale: float
+) -> str:
+    """What is wrong with dq, dk and dv; ``tensors`` are dout, q, k, v, out and lse."""
+    inputs = [x.double() for x in tensors]
+    exact = tiled_backward(inputs[0], None, *inputs[1:], causal=causal, softmax_scale=softmax_scale)
+    like = tiled_backward(tensors[0], None, *tensors[1:], causal=causal, softmax_scale=softmax_scale)
     wrong = []
     for name, gradient, right, emulated in zip(("dq", "dk", "dv"), gradients, exact, like, strict=True):
         error = (gradient.double() - right).abs().max().item()
@@ -385,6 +417,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
     "quantize": (shipped_quantize_configs, run_quantize_case),
     "value-mean": (shipped_value_mean_configs, run_value_mean_case),
     "backward": (shipped_backward_configs, run_backward_case),
+    "packed-backward": (packed_backward_configs, run_packed_backward_case),
     "ampere_forward": (partial(shipped_ampere_forward_configs, (HOPPER_ARCH,)), run_case),
     "ampere_backward": (partial(shipped_ampere_backward_configs, (HOPPER_ARCH,)), run_backward_case),
 }

@@ -3,9 +3,9 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided
+from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided, words
 from cute_kernels.backward.finish import FinishKernel, PackedFinishKernel
-from cute_kernels.backward.prepare import WORDS, PackedPrepareKernel, PrepareKernel
+from cute_kernels.backward.prepare import WORDS, PackedPrepareKernel, PrepareKernel, RestPrepareKernel
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import DENSE
@@ -66,13 +66,16 @@ def compile_packed_prepare(config: SteppedConfig, options: str = ""):
     for none. lse_log2 and delta float32 (h, tiles * tile_m) are written, for the kernel: each sequence has whole tiles
     of its own in them, of total_q // tile_m + batch + 1 in all (``plan_entries``). So is sums float32 (h, tiles, parts,
     words), with zeros as by ``compile_prepare``. plan is int32, that of the kernel, with ``sequences`` sequences, one
-    more than the caller's (``cute_kernels/plan``).
+    more than the caller's (``cute_kernels/plan``). With ``config.clears_ahead`` one more argument is the counter of the
+    kernel, int32, which becomes zero (``RestPrepareKernel``), and sums are written of those tiles
+    alone that no key tile visits.
     """
     dtype = DSL_DTYPES[config.dtype]
+    kernel = RestPrepareKernel if config.clears_ahead else PackedPrepareKernel
     total_q, h, padded = (cute.sym_int() for _ in range(3))
     dv = cute.sym_int(divisibility=VECTOR_ELEMENTS)
     return compile_for_torch(
-        PackedPrepareKernel(config),
+        kernel(config),
         strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
         strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
         strided(Float32, (h, total_q), 1),
@@ -82,6 +85,7 @@ def compile_packed_prepare(config: SteppedConfig, options: str = ""):
         sums_argument((h,)),
         plan_argument(),
         Int32(0),
+        *((words(cute.sym_int()),) if config.clears_ahead else ()),
         options=options,
     )
 

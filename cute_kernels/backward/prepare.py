@@ -7,8 +7,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.backward.grid import from_the_last
-from cute_kernels.backward.packed import find_query_tile, heads_as_batch, rows_as_batch
-from cute_kernels.backward.step import SteppedConfig
+from cute_kernels.backward.packed import PackedQueryTile, find_query_tile, heads_as_batch, rows_as_batch
+from cute_kernels.backward.step import CLEARING_WORDS, SCHEDULER_WORDS, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 
 THREADS = 128
@@ -174,12 +174,77 @@ class PackedPrepareKernel(PrepareKernel):
         mPlan: cute.Tensor,
         sequences: Int32,
     ):
-        tile_m = self.config.tile_m
         tile, head, _ = from_the_last(mSums.shape[1], mSums.shape[0], Int32(1))
-        place = find_query_tile(mPlan, sequences, mO.shape[0], tile, tile_m)
-        seqlens = place.seqlens
+        place = find_query_tile(mPlan, sequences, mO.shape[0], tile, self.config.tile_m)
+        tensors = mO, mdO, mLSE, mdLSE, mLSE2, mDelta
+        self._prepare_packed(tensors, place, head, mSums[head, tile, None, None])
+
+    def _prepare_packed(self, tensors: tuple, place: PackedQueryTile, head: Int32, sums: cute.Tensor) -> None:
+        """A query tile of a head; ``tensors`` are the first six of ``__call__``, ``sums`` those for zeros."""
+        mO, mdO, mLSE, mdLSE, mLSE2, mDelta = tensors
+        seqlens, tile_m = place.seqlens, self.config.tile_m
         rows = (rows_as_batch(tensor, seqlens.offset_q, seqlens.seqlen_q) for tensor in (mO, mdO))
         first = seqlens.first_query_tile(tile_m) * tile_m
         results = tuple(heads_as_batch(tensor, first) for tensor in (mLSE2, mDelta))
         inputs = (*rows, *(heads_as_batch(tensor, seqlens.offset_q) for tensor in (mLSE, mdLSE)))
-        self._prepare(inputs, results, (place.m_block, head, 0), mSums[head, tile, None, None])
+        self._prepare(inputs, results, (place.m_block, head, 0), sums)
+
+
+class RestPrepareKernel(PackedPrepareKernel):
+    """The same before a kernel that clears sums itself (``config.clears_ahead``): those of query tiles that have rows
+    and keys are left as they are.
+
+    Others become 0: those of sequences without keys, and of rows that are in no sequence. So does the counter: two
+    words of the scheduler, CLEARING_WORDS and one for each query tile of all heads.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: cute.Tensor,
+        mLSE2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mSums: cute.Tensor,
+        mPlan: cute.Tensor,
+        sequences: Int32,
+        mCounter: cute.Tensor,
+        stream,
+    ):
+        """Launch. mCounter is int32 (words of the counter,), the rest as of ``PackedPrepareKernel``."""
+        self.counted(mO, mdO, mLSE, mdLSE, mLSE2, mDelta, mSums, mPlan, sequences, mCounter).launch(
+            grid=(mDelta.shape[1] // self.config.tile_m, mO.shape[1], 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def counted(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: cute.Tensor,
+        mLSE2: cute.Tensor,
+        mDelta: cute.Tensor,
+        mSums: cute.Tensor,
+        mPlan: cute.Tensor,
+        sequences: Int32,
+        mCounter: cute.Tensor,
+    ):
+        tile, head, _ = from_the_last(mSums.shape[1], mSums.shape[0], Int32(1))
+        thread, number = cute.arch.thread_idx()[0], head * mSums.shape[1] + tile
+        words = SCHEDULER_WORDS + CLEARING_WORDS
+        if thread == 0:
+            mCounter[words + number] = Int32(0)
+        if thread < words and number == 0:
+            mCounter[thread] = Int32(0)
+        place = find_query_tile(mPlan, sequences, mO.shape[0], tile, self.config.tile_m)
+        seqlens, sums = place.seqlens, mSums[head, tile, None, None]
+        is_left = place.m_block * self.config.tile_m < seqlens.seqlen_q and seqlens.seqlen_k > 0
+        parts = Int32(0) if is_left else sums.shape[0]
+        layout = cute.make_layout((parts, sums.shape[1]), stride=sums.stride)
+        tensors = mO, mdO, mLSE, mdLSE, mLSE2, mDelta
+        self._prepare_packed(tensors, place, head, cute.make_tensor(sums.iterator, layout))

@@ -13,6 +13,15 @@ MAX_BATCH_OR_HEADS = 65_535
 """What the second and third dimension of a CUDA grid can count; the first counts tiles, up to 2^31."""
 
 
+SCHEDULER_WORDS = 2
+"""int32 of a counter in which a kernel shares out its tiles; what else it counts lies behind them."""
+
+CLEARING_WORDS = 2
+"""Those behind them where a kernel clears sums itself: shares that are claimed, and that are clear."""
+
+CLAIMED_SHARES, CLEARED_SHARES = SCHEDULER_WORDS, SCHEDULER_WORDS + 1
+
+
 class SteppedConfig(Protocol):
     """What the steps need of the config of a backward kernel, whatever GPU it is for."""
 
@@ -36,6 +45,9 @@ class SteppedConfig(Protocol):
 
     @property
     def dq_words(self) -> int: ...
+
+    @property
+    def clears_ahead(self) -> bool: ...
 
     @property
     def dq_order(self) -> WordOrder: ...

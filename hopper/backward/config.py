@@ -29,6 +29,9 @@ NATIVE_HEAD_DIMS = (64, 96, 128, 192, 256)
 MAX_HEAD_DIM = NATIVE_HEAD_DIMS[-1]
 MAX_UNPAIRED_HEAD_DIM = 128
 
+CLEARING_HEAD_DIM = 128
+"""At which packed kernels clear the sums of dQ themselves."""
+
 CLUSTER_CTAS = 2
 """CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
 
@@ -46,7 +49,8 @@ class BackwardConfig:
     them, ``dropout`` zeroes elements of P. ``functions`` are a user's. With ``block_lists`` a key tile visits the
     query tiles of a list alone, and the mask function is not asked in those that the list calls seen. With ``strips``
     a CTA has neighbouring key tiles one after another and writes dQ itself, in 16 bits, for windows that
-    ``fit_strips`` and as many heads of K and V as of Q.
+    ``fit_strips`` and as many heads of K and V as of Q. With ``clears_ahead`` a warp of the kernel clears the
+    sums of dQ, ahead of the key tiles that add to them; else they are zero before the launch.
     """
 
     dtype: str
@@ -67,6 +71,7 @@ class BackwardConfig:
     functions: UserFunctions = NO_FUNCTIONS
     block_lists: bool = False
     strips: bool = False
+    clears_ahead: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -184,7 +189,8 @@ class BackwardConfig:
         """Of "prepare" or "finish": the same for two configs only where their machine code is."""
         columns = self.head_dim_v if step == "prepare" else self.head_dim
         name = f"hopper_bwd_{step}_{SHORT_NAMES[self.dtype]}_d{columns}_m{self.tile_m}n{self.tile_n}"
-        return name if self.layout == DENSE else f"{name}_{self.layout}"
+        name = name if self.layout == DENSE else f"{name}_{self.layout}"
+        return f"{name}_clears" if self.clears_ahead and step == "prepare" else name
 
     @property
     def smem_bytes(self) -> int:
@@ -206,6 +212,7 @@ class BackwardConfig:
         parts += ["ordered"] if self.ordered else []
         parts += feature_names(self)
         parts += ["strips"] if self.strips else []
+        parts += ["clears"] if self.clears_ahead else []
         return "_".join(parts)
 
 
@@ -309,6 +316,14 @@ def validate_backward_config(config: BackwardConfig) -> None:
             f"strips is True with window={c.window}, chunk={c.chunk}, ordered={c.ordered}, layout {c.layout!r} and "
             f"head_dim {c.head_dim}, allowed: True, False, False, 'dense' and at most {MAX_UNPAIRED_HEAD_DIM}"
         )
+    if c.clears_ahead and (
+        c.causal or c.window or c.ordered or c.block_lists or c.layout == DENSE or is_paired
+    ):
+        raise ValueError(
+            f"clears_ahead is True with causal={c.causal}, window={c.window}, ordered={c.ordered}, "
+            f"block_lists={c.block_lists}, layout {c.layout!r} and head_dim {c.head_dim}, allowed: False four times, "
+            f"'varlen' and at most {MAX_UNPAIRED_HEAD_DIM}"
+        )
     if c.strips and (c.tile_m, c.stages) != (WARPGROUP_ROWS, 2):
         raise ValueError(
             f"tile_m is {c.tile_m} and stages {c.stages}, allowed with strips: {WARPGROUP_ROWS} and 2"
@@ -368,8 +383,20 @@ def select_backward_config(
         functions=functions,
         block_lists=block_lists,
     )
+    config = replace(config, clears_ahead=gains_by_clearing_ahead(config))
     validate_backward_config(config)
     return config
+
+
+def gains_by_clearing_ahead(config: BackwardConfig) -> bool:
+    """Whether ``clears_ahead`` serves a config and makes it faster: with packed sequences at head_dim 128, no mask and
+    plain scores. Under a causal mask it has lost, and at head_dim 64 and 96 it wins nothing."""
+    c = config
+    is_masked = c.causal or c.window or c.block_lists
+    is_changed = c.softcap or c.alibi or c.dropout or c.functions
+    return (
+        c.layout != DENSE and c.head_dim == CLEARING_HEAD_DIM and not (is_masked or is_changed or c.ordered)
+    )
 
 
 def select_strip_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:

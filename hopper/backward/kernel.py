@@ -19,6 +19,7 @@ from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, ResidentTileScheduler, TileScheduler
 from cute_kernels.window import window_of
 from hopper.backward.batch import batch_of
+from hopper.backward.clearing import Clearing
 from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
 from hopper.backward.courier import Courier
@@ -60,6 +61,7 @@ class BackwardKernel:
     |---|---|---|---|
     | producer | 0 | `registers.producer` | claims tiles; TMA loads of K, V, and of Q, LSE, dO, delta |
     | courier | 1, 2, with `ordered` (3 idle) | `registers.producer` | adds dQ in its turn (``Courier``) |
+    | clearing | 1, with `clears_ahead` | `registers.producer` | zeros for dQ to be added to (``Clearing``) |
     | consumer wg | 4 + 4 wg .. 7 + 4 wg | `registers.consumer` | five GEMMs, softmax, epilogue of 64 keys |
 
     | pipeline | stages | what a full stage holds |
@@ -105,7 +107,8 @@ class BackwardKernel:
         """Launch. mQ, mK, mV, mdO, mdK, mdV are (batch, seqlen, heads, head_dim); mLSE (in base 2) and mDelta float32
         (batch, heads, padded seqlen_q); mdQ float32 (batch, heads, query tiles, warpgroups, words), compact, or with
         ``strips`` like mQ; mCounter int32, zero: two for the scheduler,
-        zero again afterwards, and with ``ordered`` one for each query tile of all heads."""
+        zero again afterwards, and with ``ordered`` one for each query tile of all heads; with ``clears_ahead`` mdQ may
+        hold anything, and mCounter is that of ``Clearing``."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         self._launch(tensors, NO_OPTIONS, softmax_scale, num_ctas, stream)
 
@@ -204,7 +207,11 @@ class BackwardKernel:
                 smem = (sQ, sK, sV, sdO, sLSE, sDelta)
                 operands = BackwardOperands(*map(TmaOperand, atoms[:6], tensors[:6], smem))
                 sums = (mdQ,) if const_expr(c.fetches_sums) else ()
-                self._produce(work, BackwardProducer(c, operands, pipes), sums)
+                clearing = (Clearing(c, mdQ, mCounter),) if const_expr(c.clears_ahead) else ()
+                self._produce(work, BackwardProducer(c, operands, pipes), sums, clearing)
+            if const_expr(c.clears_ahead):
+                if warp_idx == 1:
+                    Clearing(c, mdQ, mCounter).run(work)
             if const_expr(c.ordered):
                 if warp_idx - 1 < c.stages and warp_idx > 0:
                     added = cute.make_tensor(mCounter.iterator + 2, cute.make_layout(mdQ.shape[2]))
@@ -248,9 +255,9 @@ class BackwardKernel:
         return GradientOfQ(self.config, mmas.dq, *memory)
 
     @cute.jit
-    def _produce(self, work: BackwardWork, producer: BackwardProducer, sums: tuple):
+    def _produce(self, work: BackwardWork, producer: BackwardProducer, sums: tuple, clearing: tuple = ()):
         """The producer warp: claims key tiles and loads them and their queries. ``sums`` is mdQ, where its tiles are
-        brought to L2, or empty."""
+        brought to L2, or empty; ``clearing`` is what they are awaited from, or empty."""
         loading = pipeline.PipelineUserType.Producer
         kv_state = pipeline.make_pipeline_state(loading, 1)
         mail_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)
@@ -267,6 +274,8 @@ class BackwardKernel:
             producer.load_keys(n_block, head_kv, seqlens, work.state_of_keys(kv_state, sent))
             sent += 1
             kv_state.advance()
+            for each in clearing:
+                each.wait(work, head_kv, batch)
             visit = work.visit(n_block, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 head = head_kv * work.heads_per_kv_head + i

@@ -55,7 +55,7 @@ class StripBackwardKernel(GeneralBackwardKernel):
         return StripGradientOfQ((atom, tensor), layout, softmax_scale, self.config, mmas.dq, *memory)
 
     @cute.jit
-    def _produce(self, work: StripWork, producer: BackwardProducer, sums: tuple):
+    def _produce(self, work: StripWork, producer: BackwardProducer, sums: tuple, clearing: tuple = ()):
         loading = pipeline.PipelineUserType.Producer
         visited = Int32(0)
         mail_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)

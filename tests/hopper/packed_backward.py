@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from cute_kernels.backward.step import BackwardStep, SteppedConfig
+from cute_kernels.backward.step import CLEARING_WORDS, SCHEDULER_WORDS, BackwardStep, SteppedConfig
 from cute_kernels.plan.config import plan_entries
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.config import WARPGROUP_ROWS
@@ -34,14 +34,18 @@ def packed_backward_on_numpy(
     plan = plan_of(*sequences, tile=c.tile_n, of_keys=True)
     number = sequences[0].batch + 1
     tiles = plan_entries(q.shape[0], sequences[0].batch, c.tile_m)
-    lse_log2, delta, sums = prepare_on_numpy(c, (*rows, dlse), dout, (plan, number), tiles)
+    # What an earlier call has left there, of other lengths.
+    counter = torch.ones(SCHEDULER_WORDS + CLEARING_WORDS + q.shape[1] * tiles, dtype=torch.int32)
+    lse_log2, delta, sums = prepare_on_numpy(c, (*rows, dlse), dout, (plan, number), tiles, counter)
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
 
     arguments = Arguments()
     maps = _maps(c, inputs, (lse_log2, delta), (dk, dv))
     arguments.add(*maps)
     arguments.values += [b"\0" * 16] * len(maps)
-    counter = torch.zeros(2 + q.shape[1] * tiles * (c.counts_per_tile if c.ordered else 0), dtype=torch.int32)
+    if not c.clears_ahead:
+        counts = q.shape[1] * tiles * (c.counts_per_tile if c.ordered else 0)
+        counter = torch.zeros(2 + counts, dtype=torch.int32)
     _launch(c, arguments, k, (sums, counter), (plan, number), (scale, *sides), timing, ctas)
     assert not counter[:2].any(), "the next launch would begin with tiles that this one has counted"
 
@@ -69,6 +73,7 @@ def prepare_on_numpy(
     dout: Tensor,
     plan_and_number: tuple[Tensor, int],
     tiles: int,
+    counter: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The log-sum-exp in base 2 and delta, (heads, rows of all query tiles), and sums of dQ, of out and lse and its
     gradient or None."""
@@ -85,6 +90,8 @@ def prepare_on_numpy(
     arguments.tensor(sums, tuple(sums.shape), sums.stride()[:3])
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(number)
+    if config.clears_ahead:
+        arguments.tensor(counter, (len(counter),), ())
     arguments.launch(program_of(BackwardStep("prepare", config)), (tiles, heads, 1))
     return lse_log2, delta, sums
 

@@ -49,6 +49,10 @@ WINDOWS_AND_PACKED = [
     select_backward_config("bfloat16", 128, 128, True, True, layout="varlen"),
     select_backward_config("bfloat16", 128, 128, True, window=True, layout="varlen"),
     select_backward_config("bfloat16", 128, 128, True, window=True),
+    *(
+        select_backward_config("bfloat16", head_dim, head_dim, False, layout="varlen")
+        for head_dim in (64, 96, 128)
+    ),
     *(select_strip_config("bfloat16", head_dim, head_dim, True) for head_dim in (64, 96, 128)),
     select_strip_config("float16", 128, 128, False),
     select_backward_config("float16", 192, 192, False, True, window=True, layout="varlen"),
@@ -79,16 +83,18 @@ def test_changes_of_scores_compile_without_spills(config, usages):
     assert usage.local_bytes == 0
 
 
-PACKED_STEPS = [
-    BackwardStep(step, select_backward_config("bfloat16", 128, 128, True, layout="varlen")) for step in STEPS
-]
+CAUSAL_PACKED, FULL_PACKED = (
+    select_backward_config("bfloat16", 128, 128, causal, layout="varlen") for causal in (True, False)
+)
+PACKED_STEPS = [*(BackwardStep(step, CAUSAL_PACKED) for step in STEPS), BackwardStep("prepare", FULL_PACKED)]
 
 
-@pytest.mark.parametrize("kernel", PACKED_STEPS, ids=lambda kernel: kernel.step)
+@pytest.mark.parametrize("kernel", PACKED_STEPS, ids=lambda kernel: kernel.name)
 def test_packed_steps_compile_without_spills(kernel, usages):
     usage = usages[kernel]
     assert usage.local_bytes == 0
-    assert kernel.name == f"hopper_bwd_{kernel.step}_bf16_d128_m64n128_varlen"
+    end = "_clears" if kernel.config.clears_ahead else ""
+    assert kernel.name == f"hopper_bwd_{kernel.step}_bf16_d128_m64n128_varlen{end}"
 
 
 def test_windows_and_layouts_have_the_tiles_of_dense_problems_and_names_of_their_own():

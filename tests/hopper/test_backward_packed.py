@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.backward.step import BackwardStep
 from cute_kernels.window import NO_LIMIT
+from hopper.backward.config import select_backward_config, validate_backward_config
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.packed_backward import packed_backward_on_numpy
 from tests.hopper.test_backward_windows import DTYPES, EPSILON, attend, select, visible
@@ -62,8 +65,11 @@ def gradients(inputs: list[Tensor], q: Packed, k: Packed, sides: tuple[int, int]
     return out, lse, *grads
 
 
-def check(dtype, head_dim, causal, q, k, heads, ordered, sides=None, has_dlse=False, ctas=1) -> None:
+def check(
+    dtype, head_dim, causal, q, k, heads, ordered, sides=None, has_dlse=False, ctas=1, clears_ahead=False
+) -> None:
     config = select(dtype, head_dim, causal, ordered, sides is not None, layout="varlen")
+    config = replace(config, clears_ahead=clears_ahead)
     inputs = draw(DTYPES[dtype], q, k, heads, head_dim)
     left, right = sides or (NO_LIMIT, NO_LIMIT)
     dlse = torch.zeros(heads[0], q.total)
@@ -110,3 +116,35 @@ def test_gradients_of_the_lse_of_packed_sequences(head_dim) -> None:
 def test_grids_of_fewer_and_of_more_ctas_than_tiles(ctas: int) -> None:
     """Without ``ordered`` the producer tells the consumers where a tile lies, and a CTA may be told of none."""
     check("bfloat16", 64, True, *UNEVEN, (2, 1), False, ctas=ctas)
+
+
+@pytest.mark.parametrize("ctas", [1, 3])
+@pytest.mark.parametrize("sequences,head_dim,heads", [(UNEVEN, 64, (2, 1)), (USED, 128, (2, 2))])
+def test_a_warp_of_the_kernel_clears_sums_before_they_are_added_to(
+    sequences, head_dim, heads, ctas: int
+) -> None:
+    """Sums are NaN before the first launch, and the counter is that of an earlier call; some queries have no key tile,
+    and some have two."""
+    check("bfloat16", head_dim, False, *sequences, heads, False, ctas=ctas, clears_ahead=True)
+
+
+def test_sums_are_cleared_ahead_of_packed_sequences_without_a_mask() -> None:
+    chosen = select_backward_config("bfloat16", 128, 128, False, layout="varlen")
+    assert chosen.clears_ahead and chosen.name.endswith("_varlen_clears")
+    for options in (
+        {"layout": "dense"},
+        {"causal": True},
+        {"ordered": True},
+        {"window": True},
+        {"softcap": True},
+    ):
+        given = {"causal": False, "layout": "varlen"} | options
+        other = select_backward_config("bfloat16", 128, 128, **given)
+        assert not other.clears_ahead
+        if "softcap" not in options:
+            with pytest.raises(ValueError, match="clears_ahead is True with"):
+                validate_backward_config(replace(other, clears_ahead=True))
+    for head_dim in (64, 96, 256):
+        assert not select_backward_config("bfloat16", head_dim, head_dim, False, layout="varlen").clears_ahead
+    steps = [BackwardStep(step, config).name for config in (chosen, other) for step in ("prepare", "finish")]
+    assert steps[0] == f"{steps[2]}_clears" and steps[1] == steps[3]

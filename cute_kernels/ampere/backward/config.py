@@ -98,6 +98,11 @@ class AmpereBackwardConfig:
         return 0
 
     @property
+    def clears_ahead(self) -> bool:
+        """Not tried."""
+        return False
+
+    @property
     def threads(self) -> int:
         return WARP_THREADS * self.warps
 

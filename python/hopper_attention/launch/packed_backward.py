@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.backward.step import BackwardStep
+from cute_kernels.backward.step import CLEARING_WORDS, SCHEDULER_WORDS, BackwardStep
 from cute_kernels.plan.config import check_packed_size, plan_entries
 from hopper.backward.config import BackwardConfig
 from hopper_attention import compile_cache, device_memory
@@ -77,21 +77,26 @@ class PackedBackwardLauncher(Launcher):
         dout, out, q, k, v = map(make_packed_addressable, (dout, out, q, k, v))
         plan = self.planner(*lengths, totals, c.tile_n, OF_KEYS)
         dlse_rows = no_rows(lse.shape[0], lse.device) if dlse is None else dlse.contiguous()
-        self.prepare(out, dout, lse.contiguous(), dlse_rows, *work.arguments, plan, sequences)
-        counter = backward.backward_counter(c, work.tensors[2])
+        # With ``clears_ahead`` it is the last piece, which ``prepare`` makes zero.
+        counter_piece = work.arguments[3:]
+        self.prepare(
+            out, dout, lse.contiguous(), dlse_rows, *work.arguments[:3], plan, sequences, *counter_piece
+        )
+        counter = counter_piece[0] if counter_piece else backward.backward_counter(c, work.tensors[2])
         given = (window_left, window_right, attention_chunk) if c.window else ()
         sides = kernel_sides(*given)
         options = backward.kernel_options(c, sides, (plan, sequences), scores, q)
         first = () if isinstance(c, BackwardConfig) else (plan, sequences)
-        memory = *work.arguments, dk, dv, counter
+        memory = *work.arguments[:3], dk, dv, counter
         self.kernel(q, k, v, dout, *memory, *first, softmax_scale, *options, *self.grid)
         self.finish(work.arguments[2], dq, plan, sequences, softmax_scale)
         return dq, dk, dv
 
     def _work(self, q: Tensor, batch: int) -> device_memory.Work:
-        """LSE in base 2, delta and the sums of dQ, in whole query tiles for each sequence."""
+        """LSE in base 2, delta and the sums of dQ, in whole query tiles for each sequence, and perhaps a counter."""
         total_q, heads, _ = q.shape
-        pieces = packed_work_pieces(self.dq_tile, heads, plan_entries(total_q, batch, self.dq_tile.tile_m))
+        tiles = plan_entries(total_q, batch, self.dq_tile.tile_m)
+        pieces = packed_work_pieces(self.dq_tile, heads, tiles, self.config.clears_ahead)
         return device_memory.work_memory(q.device, self.device_index, pieces)
 
     @cached_property
@@ -107,10 +112,15 @@ def no_rows(heads: int, device: torch.device) -> Any:
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
-def packed_work_pieces(tile: backward.DqTile, heads: int, tiles: int) -> device_memory.Pieces:
-    """LSE in base 2, delta and the sums of dQ."""
+def packed_work_pieces(
+    tile: backward.DqTile, heads: int, tiles: int, has_counts: bool = False
+) -> device_memory.Pieces:
+    """LSE in base 2, delta and the sums of dQ; and if the kernel clears
+    sums itself its counter, with a count for each tile."""
     rows = device_memory.Piece((heads, tiles * tile.tile_m))
-    return rows, rows, device_memory.Piece((heads, tiles, tile.dq_parts, tile.dq_words))
+    pieces = rows, rows, device_memory.Piece((heads, tiles, tile.dq_parts, tile.dq_words))
+    words = SCHEDULER_WORDS + CLEARING_WORDS + heads * tiles
+    return (*pieces, device_memory.Piece((words,), torch.int32)) if has_counts else pieces
 
 
 def make_packed_backward_launcher(config: KernelConfig, device: torch.device) -> PackedBackwardLauncher:

@@ -52,8 +52,10 @@ class PackedGradientCall:
         config, scale = launcher.config, options.softmax_scale
         facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
         batch, tile = lengths.cu_seqlens_q.shape[0] - 1, launcher.dq_tile
-        pieces = packed_work_pieces(tile, q.shape[1], plan_entries(q.shape[0], batch, tile.tile_m))
-        work = *pieces, Piece((plan_words(k.shape[0], batch, config.tile_n),), torch.int32)
+        tiles = plan_entries(q.shape[0], batch, tile.tile_m)
+        pieces = packed_work_pieces(tile, q.shape[1], tiles, config.clears_ahead)
+        plan = Piece((plan_words(k.shape[0], batch, config.tile_n),), torch.int32)
+        work = *pieces[:3], plan, *pieces[3:]
         script = None
         if (
             isinstance(config, BackwardConfig)
@@ -75,8 +77,9 @@ class PackedGradientCall:
         of_q, of_k, of_v = self.gradients
         gradients = make(*of_q), make(*of_k), make(*of_v)
         work = device_memory.stream_memory(index, self.work).arguments
-        counter = device_memory.tile_counter(index)
-        self.script.run(*(tensors + gradients + work + (counter, *lengths.different)))
+        # The counter of a kernel that clears sums itself is the last piece of the work memory.
+        counter = () if self.launcher.config.clears_ahead else (device_memory.tile_counter(index),)
+        self.script.run(*(tensors + gradients + work + counter + tuple(lengths.different)))
         return gradients
 
 
@@ -99,9 +102,10 @@ def _steps(
     behind = backward.kernel_options(config, sides, (plan, sequences), NO_SCORES, tensors.q)
     no_dlse = no_rows(tensors.lse.shape[0], tensors.lse.device)
     memory = lse_log2, delta, sums
+    counted = (counter,) if config.clears_ahead else ()
     return [
         Step(launcher.planner.kernel, (cu_seqlens_q, cu_seqlens_k, used_q, used_k, plan, *of_plan)),
-        Step(launcher.prepare, (out, dout, lse, no_dlse, *memory, plan, sequences)),
+        Step(launcher.prepare, (out, dout, lse, no_dlse, *memory, plan, sequences, *counted)),
         Step(launcher.kernel, (q, k, v, dout, *memory, dk, dv, counter, scale, *behind, *launcher.grid)),
         Step(launcher.finish, (sums, dq, plan, sequences, scale)),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -199,6 +199,36 @@ def test_the_sanitizer_runs_what_has_no_wgmma(monkeypatch: pytest.MonkeyPatch) -
     for configs in (shipped_backward_configs(), shipped_ampere_backward_configs(("sm_90a",))):
         assert [sanitize.run_backward_case(config, "cpu") for config in configs[:2]] == ["", ""]
     assert asked == [(False, "hopper"), (True, "hopper"), (False, "ampere"), (True, "ampere")]
+
+
+@dataclass(frozen=True)
+class PackedGradients:
+    """A launcher of packed sequences that has the tiled reference for its kernels, of the first one alone."""
+
+    change: Callable[[Tensor], None]
+    grid: tuple[int, ...] = (132,)
+
+    def __call__(self, dout, dlse, q, k, v, out, lse, bounds, *rest) -> tuple[Tensor, ...]:
+        assert self.grid == (sanitize.CTAS,) and bounds.tolist() == [0, q.shape[0], q.shape[0]]
+        rows = (x[None] for x in (q, k, v, out, lse))
+        found = tiled_backward(dout[None], dlse, *rows, causal=False, softmax_scale=rest[5])
+        self.change(found[0])
+        return tuple(x[0] for x in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"), [(lambda dq: None, ""), (lambda dq: dq[0, 70].zero_(), "error of dq")]
+)
+def test_the_sanitizer_runs_gradients_of_packed_sequences(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], None], wrong: str
+) -> None:
+    fake = PackedGradients(change)
+    monkeypatch.setattr(sanitize, "make_packed_backward_launcher", lambda config, device: fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    configs = sanitize.packed_backward_configs()
+    assert len({config.name for config in configs}) == 2 and all(c.clears_ahead for c in configs)
+    verdict = sanitize.run_packed_backward_case(configs[0], "cpu")
+    assert verdict.startswith(wrong) and bool(verdict) == bool(wrong)
 
 
 @pytest.mark.parametrize(("family", "count"), [("ampere_forward", 28), ("ampere_backward", 48)])
