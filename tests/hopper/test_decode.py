@@ -231,6 +231,9 @@ CASES = {
     "parts of tiles, by tile": Case(PAGED, (1,), (330, 70), 48, Launch(7, row_ctas=1)),
     "two K/V heads together, by piece": Case(PAGED, (1,), (170, 0, 33, 90), 16, Launch(6, timing=LATE)),
     "four of eight K/V heads together, by tile": Case(PAGED, (1,), (330,), 16, Launch(12), (8, 8)),
+    "pieces that begin behind 32 and 64 sequences": Case(
+        PAGED, (1,), (5, 0, 17) * 30 + (90, 1), 16, Launch(7, timing=LATE), (1, 1)
+    ),
     "pages that are looked up anew, three K/V heads together": Case(
         PAGED, (1,), (700, 1100), 16, Launch(6, timing=LATE), (3, 3)
     ),
