@@ -11,6 +11,7 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.backward import scores
 from cute_kernels.backward.scores import kept_or_zero, probability, without_biases
+from cute_kernels.backward.step import FEW_KEYS
 from cute_kernels.dropout import Dropout, Kept, RowDropout
 from cute_kernels.fast_math import pack, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROW_STRIDE, ROWS_PER_THREAD, as_rows
@@ -216,6 +217,14 @@ class KeyScoreTile(LoopInvariant):
                     t = (cute.math.log2(pair[e], fastmath=True) + added) * inverse_scale
                     ds = pair[e] * (dp[r, (e, j)] - delta[e, j])
                     dp[r, (e, j)] = ds * slope_of_tanh(t)
+
+    def complete_delta(
+        self, delta: cute.Tensor, acc_dP: cute.Tensor, probabilities: cute.Tensor, is_whole: bool = True
+    ) -> None:
+        """Of a sequence with no more than FEW_KEYS, add what dP says to ``delta`` (``scores.add_delta_of_keys``).
+        ``probabilities`` are P^T, all of it or, without ``is_whole``, what dropout left."""
+        are_few = self.mask.seqlens.seqlen_k <= FEW_KEYS
+        scores.add_delta_of_keys(delta, acc_dP, probabilities, 2 if is_whole else 1, are_few)
 
     def _block(self, m_block: Int32, clamps: bool) -> "FunctionBlock":
         """What a user's functions do to query tile ``m_block``."""

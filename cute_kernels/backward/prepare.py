@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.backward.grid import from_the_last
 from cute_kernels.backward.packed import PackedQueryTile, find_query_tile, heads_as_batch, rows_as_batch
-from cute_kernels.backward.step import CLEARING_WORDS, SCHEDULER_WORDS, SteppedConfig
+from cute_kernels.backward.step import CLEARING_WORDS, FEW_KEYS, SCHEDULER_WORDS, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 
 THREADS = 128
@@ -71,9 +71,10 @@ class PrepareKernel:
         self._prepare((mO, mdO, mLSE), (mLSE2, mDelta), place, mSums[batch, head, tile, None, None])
 
     @cute.jit
-    def _prepare(self, inputs: tuple, results: tuple, place: tuple, sums: cute.Tensor):
+    def _prepare(self, inputs: tuple, results: tuple, place: tuple, sums: cute.Tensor, left_out: tuple = ()):
         """A query tile, at ``place``: its number, head and batch. ``inputs`` are mO, mdO, mLSE and perhaps mdLSE, which
         may have no rows; ``results`` are mLSE2 and mDelta; ``sums`` is (parts, words) of the tile, for zeros.
+        ``left_out`` is empty, or says whether delta is to have no rowsum(dO * O).
 
         Loads of several rows are under way before the first of them is used, and while sums are cleared.
         """
@@ -86,7 +87,7 @@ class PrepareKernel:
             if const_expr(first == 0):
                 self._clear(sums)
             for row, (parts, numbers) in zip(rows, loaded, strict=True):
-                self._write(results, (place[2], place[1], row), parts, numbers)
+                self._write(results, (place[2], place[1], row), parts, numbers, left_out)
 
     @cute.jit
     def _load(self, inputs: tuple, place: tuple, row: Int32) -> tuple:
@@ -123,12 +124,16 @@ class PrepareKernel:
                 cute.autovec_copy(zeros, cute.local_tile(words, (WORDS,), (vector,)))
 
     @cute.jit
-    def _write(self, results: tuple, place: tuple, parts: tuple, numbers: cute.Tensor):
-        """LSE and delta of the row at ``place``, batch, head and row, of what its lanes have loaded."""
+    def _write(self, results: tuple, place: tuple, parts: tuple, numbers: cute.Tensor, left_out: tuple):
+        """LSE and delta of the row at ``place``, batch, head and row, of what its lanes have loaded; ``left_out`` as of
+        ``_prepare``."""
         mLSE2, mDelta = results
         o, do = (part.load().to(Float32) for part in parts)
         total = (o * do).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes) - numbers[1]
+        total = cute.arch.warp_reduction_sum(total, threads_in_group=self.lanes)
+        for is_left_out in left_out:
+            total = Float32(0.0) if is_left_out else total
+        total = total - numbers[1]
         if cute.arch.thread_idx()[0] % self.lanes == 0:
             is_empty = numbers[0] == -Float32.inf
             mLSE2[place] = Float32.inf if is_empty else numbers[0] * Float32(math.log2(math.e))
@@ -137,7 +142,9 @@ class PrepareKernel:
 
 class PackedPrepareKernel(PrepareKernel):
     """The same for packed sequences, whose rows in mLSE2 and mDelta lie in whole tiles (``packed.py``). The gradient of
-    the LSE is subtracted from delta: dS = P (dP - delta + dLSE)."""
+    the LSE is subtracted from delta: dS = P (dP - delta + dLSE). With ``config.few_keys`` delta of a
+    sequence with no more than FEW_KEYS has nothing else: the kernel, which knows P and dP, adds the sum of their
+    products, and not that of O in 16 bits."""
 
     @cute.jit
     def __call__(
@@ -187,7 +194,8 @@ class PackedPrepareKernel(PrepareKernel):
         first = seqlens.first_query_tile(tile_m) * tile_m
         results = tuple(heads_as_batch(tensor, first) for tensor in (mLSE2, mDelta))
         inputs = (*rows, *(heads_as_batch(tensor, seqlens.offset_q) for tensor in (mLSE, mdLSE)))
-        self._prepare(inputs, results, (place.m_block, head, 0), sums)
+        left_out = (seqlens.seqlen_k <= FEW_KEYS,) if const_expr(self.config.few_keys) else ()
+        self._prepare(inputs, results, (place.m_block, head, 0), sums, left_out)
 
 
 class RestPrepareKernel(PackedPrepareKernel):

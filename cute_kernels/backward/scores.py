@@ -6,7 +6,13 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.dropout import Kept
 from cute_kernels.fast_math import exp2, minimum_or_nan, pack, pin, unpack
-from cute_kernels.fragments import COLUMNS_PER_GROUP, COLUMNS_PER_PAIR, ROWS_PER_THREAD, as_rows
+from cute_kernels.fragments import (
+    COLUMNS_PER_GROUP,
+    COLUMNS_PER_PAIR,
+    LANES_PER_ROW,
+    ROWS_PER_THREAD,
+    as_rows,
+)
 
 
 @cute.jit
@@ -75,6 +81,48 @@ def make_gradient_of_rounded(acc_dP: cute.Tensor, rounded: cute.Tensor, delta: c
             pair = unpack(words[r + ROWS_PER_THREAD * j], rounded.element_type)
             for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
                 dp[r, (e, j)] = pair[e] * (dp[r, (e, j)] - delta[e, j])
+
+
+LANES_BETWEEN_ROWS = tuple(LANES_PER_ROW << i for i in range(3))
+"""Distances over which the eight rows of a warp's lanes are added up."""
+
+
+@cute.jit
+def add_delta_of_keys(
+    delta: cute.Tensor,
+    acc_dP: cute.Tensor,
+    probabilities: cute.Tensor,
+    passes: cutlass.Constexpr[int],
+    are_few: cutlass.Boolean,
+):
+    """Add to ``delta`` the sum of P dP over the 16 keys of a warp, where these ``are_few``: all of their sequence.
+
+    ``probabilities`` is P^T in float32, or in 16 bits in the order of the accumulator. With two ``passes`` the sum is
+    corrected by that of P (dP - sum), which the sum of P being 1 makes 0. So it is good to the last bits of dP though P
+    is not, and for a single key it is dP.
+    """
+    dp = as_rows(acc_dP)
+    for j in cutlass.range_constexpr(dp.shape[1][1]):
+        pairs = [_pair_of(probabilities, r, j) for r in range(ROWS_PER_THREAD)]
+        for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
+            found = Float32(0.0)
+            for _ in cutlass.range_constexpr(passes):
+                part = Float32(0.0)
+                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    part = part + pairs[r][e] * (dp[r, (e, j)] - found)
+                for lanes in LANES_BETWEEN_ROWS:
+                    part = part + cute.arch.shuffle_sync_bfly(part, lanes)
+                found = found + part
+            delta[e, j] = delta[e, j] + (found if are_few else Float32(0.0))
+
+
+def _pair_of(probabilities: cute.Tensor, r: int, j: int) -> tuple[Float32, ...]:
+    """Both columns of row ``r`` of a thread in group ``j``."""
+    if probabilities.element_type is Float32:
+        rows = as_rows(probabilities)
+        return tuple(rows[r, (e, j)] for e in range(COLUMNS_PER_PAIR))
+    words = cute.recast_tensor(probabilities, Int32)
+    return unpack(words[r + ROWS_PER_THREAD * j], probabilities.element_type)
 
 
 @cute.jit

@@ -22,6 +22,10 @@ CLEARING_WORDS = 2
 CLAIMED_SHARES, CLEARED_SHARES = SCHEDULER_WORDS, SCHEDULER_WORDS + 1
 
 
+FEW_KEYS = 16
+"""Keys that lie in one warp of a Hopper kernel, which then adds up delta from P and dP by itself."""
+
+
 class SteppedConfig(Protocol):
     """What the steps need of the config of a backward kernel, whatever GPU it is for."""
 
@@ -48,6 +52,9 @@ class SteppedConfig(Protocol):
 
     @property
     def clears_ahead(self) -> bool: ...
+
+    @property
+    def few_keys(self) -> bool: ...
 
     @property
     def dq_order(self) -> WordOrder: ...

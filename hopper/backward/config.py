@@ -50,7 +50,9 @@ class BackwardConfig:
     query tiles of a list alone, and the mask function is not asked in those that the list calls seen. With ``strips``
     a CTA has neighbouring key tiles one after another and writes dQ itself, in 16 bits, for windows that
     ``fit_strips`` and as many heads of K and V as of Q. With ``clears_ahead`` a warp of the kernel clears the
-    sums of dQ, ahead of the key tiles that add to them; else they are zero before the launch.
+    sums of dQ, ahead of the key tiles that add to them; else they are zero before the launch. With
+    ``few_keys`` it finds delta of packed sequences with no more than FEW_KEYS, as they all should be, as the sum of P dP
+    in float32.
     """
 
     dtype: str
@@ -72,6 +74,7 @@ class BackwardConfig:
     block_lists: bool = False
     strips: bool = False
     clears_ahead: bool = False
+    few_keys: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -190,7 +193,9 @@ class BackwardConfig:
         columns = self.head_dim_v if step == "prepare" else self.head_dim
         name = f"hopper_bwd_{step}_{SHORT_NAMES[self.dtype]}_d{columns}_m{self.tile_m}n{self.tile_n}"
         name = name if self.layout == DENSE else f"{name}_{self.layout}"
-        return f"{name}_clears" if self.clears_ahead and step == "prepare" else name
+        if step != "prepare":
+            return name
+        return name + "_clears" * self.clears_ahead + "_few" * self.few_keys
 
     @property
     def smem_bytes(self) -> int:
@@ -213,6 +218,7 @@ class BackwardConfig:
         parts += feature_names(self)
         parts += ["strips"] if self.strips else []
         parts += ["clears"] if self.clears_ahead else []
+        parts += ["few"] if self.few_keys else []
         return "_".join(parts)
 
 
@@ -324,6 +330,8 @@ def validate_backward_config(config: BackwardConfig) -> None:
             f"block_lists={c.block_lists}, layout {c.layout!r} and head_dim {c.head_dim}, allowed: False four times, "
             f"'varlen' and at most {MAX_UNPAIRED_HEAD_DIM}"
         )
+    if c.few_keys and c.layout == DENSE:
+        raise ValueError(f"few_keys is True with layout {c.layout!r}, allowed: 'varlen'")
     if c.strips and (c.tile_m, c.stages) != (WARPGROUP_ROWS, 2):
         raise ValueError(
             f"tile_m is {c.tile_m} and stages {c.stages}, allowed with strips: {WARPGROUP_ROWS} and 2"

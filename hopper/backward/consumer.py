@@ -134,9 +134,13 @@ class BackwardConsumer(LoopInvariant):
         if const_expr(self.config.rounds_probabilities):
             if const_expr(scores.is_capped):
                 lse = read_vector(self.sLSE, stage, self.thread, self.config.tile_m)
+            if const_expr(self.config.few_keys):
+                scores.complete_delta(delta, acc_dP, self.tPrP)
             scores.make_gradient_of_rounded(acc_dP, self.tPrP, delta, lse, m_block)
         else:
             drop_gradient(acc_dP, kept)
+            if const_expr(self.config.few_keys):
+                self._complete_delta(scores, delta, acc_dP, acc_S)
             make_gradient(acc_dP, acc_S, delta)
         round_into(self.tSrdS, acc_dP)
         self.dq.resume(tile)
@@ -144,6 +148,15 @@ class BackwardConsumer(LoopInvariant):
         self._announce_gradient_of_scores(state)
         issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, stage], True)
         self._add_to_gradient_of_queries(tile, state, parts)
+
+    def _complete_delta(
+        self, scores: KeyScoreTile, delta: cute.Tensor, acc_dP: cute.Tensor, acc_S: cute.Tensor
+    ) -> None:
+        """``KeyScoreTile.complete_delta``, of P in float32 where it is P and not its product with factors of dS."""
+        if scores.has_factors:
+            scores.complete_delta(delta, acc_dP, self.tPrP, not scores.dropout)
+        else:
+            scores.complete_delta(delta, acc_dP, acc_S)
 
     @cute.jit
     def hidden_block(self, tile: Int32 | QueryTile, state: PipelineState):

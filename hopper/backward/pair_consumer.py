@@ -297,6 +297,11 @@ class GradientConsumer(PairConsumer):
         if const_expr(self.config.dropout):
             drop_gradient_as(acc_dP, probabilities, scores.dropout[0].dropout.factor)
             probabilities = self._read_probabilities(Int32(WHOLE_P))
+        if const_expr(self.config.few_keys):
+            of_delta = probabilities
+            if const_expr(self.config.publishes_factors):
+                of_delta = self._read_probabilities(self.state("p", block).index)
+            scores.complete_delta(delta, acc_dP, of_delta)
         scores.make_gradient_of_rounded(acc_dP, probabilities, delta, lse, m_block)
         self.exchange.acquire(block)
         self.store_scores(acc_dP, self.exchange.own[None, None, self.exchange.index(block)])

@@ -13,6 +13,7 @@ from cute_kernels.ampere.backward.config import (
     select_ampere_backward_config,
 )
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
+from cute_kernels.backward.step import FEW_KEYS
 from cute_kernels.problem import DENSE, VARLEN
 from hopper.backward.config import (
     MAX_UNPAIRED_HEAD_DIM,
@@ -174,6 +175,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         return select_strip_config(*options)
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
+        if p.has_few_keys:
+            hopper = replace(hopper, few_keys=True, clears_ahead=False)
         return replace(hopper, **lists_of(p, (hopper.tile_m, hopper.tile_n)))
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
@@ -186,6 +189,13 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     fields = dict(zip(("softcap", "alibi", "dropout", "functions"), changes, strict=True))
     lists = lists_of(p, (config.tile_m, config.tile_n))
     return replace(config, **fields | lists, chunk=p.has_chunk)
+
+
+def has_few_keys(max_seqlen_k: int, has_sinks: bool) -> bool:
+    """Whether delta of packed sequences is better found from P and dP in float32 than from O in 16 bits: where none has
+    more than FEW_KEYS keys. The sum of P has to be 1 then, so not with sinks, which also stand for keys that the LSE
+    has beside those of a call."""
+    return max_seqlen_k <= FEW_KEYS and not has_sinks
 
 
 def in_strips(problem: BackwardProblem, sides: Sides) -> BackwardProblem:

@@ -91,10 +91,13 @@ class GradientProblem(AttentionProblem):
     Attributes:
         deterministic: gradients are to have the same bits in every run.
         in_strips: window, lengths and heads are such that a kernel can write dQ itself (``backward_rules.in_strips``).
+        has_few_keys: of packed sequences, that each has so few that the kernel can find delta itself
+            (``backward_rules.has_few_keys``).
     """
 
     deterministic: bool = False
     in_strips: bool = False
+    has_few_keys: bool = False
 
 
 @lru_cache(maxsize=1)

@@ -142,7 +142,8 @@ def explain_varlen(
             in_order = deterministic or torch.are_deterministic_algorithms_enabled()
             width = first_part(whole)[0]["v"].shape[2]
             gradient = replace(problem, head_dim_v=width)
-            notes += (_note_on_gradients(gradient, in_order, target, backend),)
+            few = backward_rules.has_few_keys(lengths.max_seqlen_k, sinks is not None)
+            notes += (_note_on_gradients(gradient, in_order, few, target, backend),)
     copies = (DEQUANTIZED,) if in_16_bits else describe_copies(config, specs, tensors)
     return Plan(choice.backend, config, choice.reason, casts + copies, notes)
 
@@ -169,7 +170,7 @@ def _plan_fp8(
 
 
 def _note_on_gradients(
-    forward: AttentionProblem, deterministic: bool, target: Target, requested: str | None
+    forward: AttentionProblem, deterministic: bool, few_keys: bool, target: Target, requested: str | None
 ) -> str:
     problem = GradientProblem(
         forward.dtype,
@@ -182,6 +183,7 @@ def _note_on_gradients(
         is_packed=True,
         scores=forward.scores,
         deterministic=deterministic,
+        has_few_keys=few_keys,
     )
     return describe_gradients(
         lambda: backward_rules.choose_for(problem, target, requested),

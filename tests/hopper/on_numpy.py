@@ -496,7 +496,7 @@ def _launch_gradients(
         counts = (tiles * heads, batch), (c.counts_per_tile * tiles * heads,)
         arguments.tensor(counter[2:], *counts)
         arguments.add(*sizes)
-        _add_rules(arguments, rules)
+        add_rules(arguments, rules)
         arguments.launch(program, (CLUSTER_CTAS * n_blocks, kv_heads, batch), timing, CLUSTER_CTAS)
         return
     arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
@@ -507,7 +507,7 @@ def _launch_gradients(
         full = (k.shape[1] - scale_and_sides[1]) // c.tile_n if c.window else 0
         tail = min(kv_heads * batch, TAIL_HEADS), min(max(int(full), 0), n_blocks)
     arguments.add(*sizes, n_blocks, kv_heads, batch, *tail, n_blocks * kv_heads * batch, m_blocks)
-    _add_rules(arguments, rules)
+    add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
 
 
@@ -534,7 +534,7 @@ def _launch_strips(
     arguments.launch(program_of(config), (1, 1, 1), timing)
 
 
-def _add_rules(arguments: Arguments, rules: Rules) -> None:
+def add_rules(arguments: Arguments, rules: Rules) -> None:
     if rules.softcap:
         arguments.add(rules.softcap)
     arguments.slopes(rules)

@@ -12,7 +12,7 @@ from cute_kernels.plan.config import plan_entries
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.config import WARPGROUP_ROWS
 from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
-from tests.hopper.on_numpy import Arguments, program_of, ragged_map, storage_of
+from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, add_rules, program_of, ragged_map, storage_of
 from tests.plans import Packed, plan_of
 
 
@@ -25,6 +25,7 @@ def packed_backward_on_numpy(
     dlse: Tensor | None = None,
     sides: tuple[int, ...] = (),
     ctas: int = 1,
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, which were NaN before, of (dout, q, k, v) and (out, lse), as the three kernels leave them.
 
@@ -46,7 +47,7 @@ def packed_backward_on_numpy(
     if not c.clears_ahead:
         counts = q.shape[1] * tiles * (c.counts_per_tile if c.ordered else 0)
         counter = torch.zeros(2 + counts, dtype=torch.int32)
-    _launch(c, arguments, k, (sums, counter), (plan, number), (scale, *sides), timing, ctas)
+    _launch(c, arguments, k, (sums, counter), (plan, number), (scale, *sides), rules, timing, ctas)
     assert not counter[:2].any(), "the next launch would begin with tiles that this one has counted"
 
     finish_on_numpy(c, sums, dq, (plan, number), scale)
@@ -103,6 +104,7 @@ def _launch(
     results: tuple[Tensor, Tensor],
     plan_and_number: tuple[Tensor, int],
     scale_and_sides: tuple[float | int, ...],
+    rules: Rules,
     timing: Timing,
     ctas: int,
 ) -> None:
@@ -116,6 +118,7 @@ def _launch(
     arguments.add(*scale_and_sides)
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(number, heads // kv_heads, *(() if is_paired else (kv_heads,)), tiles)
+    add_rules(arguments, rules)
     if is_paired:
         of_tiles = CLUSTER_CTAS * plan_entries(k.shape[0], number - 1, config.tile_n)
         arguments.launch(program, (of_tiles, kv_heads, 1), timing, CLUSTER_CTAS)

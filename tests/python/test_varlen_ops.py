@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jvp, vjp, vmap
 
+from cute_kernels.backward.step import FEW_KEYS
 from hopper_attention import compile_cache, flash_attn_varlen_func
 from hopper_attention.launch import backward, forward, varlen
 from hopper_attention.launch.packed_forward import OF_KEYS
@@ -252,6 +253,26 @@ def test_what_gradient_kernels_are_given(
     assert torch.equal(slopes_given, slopes.expand(4, 4))
 
 
+@pytest.mark.parametrize(
+    ("keys", "sinks"), [(FEW_KEYS, None), (FEW_KEYS + 1, None), (FEW_KEYS, torch.zeros(4))]
+)
+def test_the_kernel_finds_delta_where_keys_are_few_and_all_that_the_lse_has(
+    keys: int, sinks: Tensor | None, gpu: pytest.MonkeyPatch
+) -> None:
+    """Sinks may also stand for other keys."""
+    asked: list[Any] = []
+    for name in ("get_backward", "get_forward"):
+        gpu.setattr(compile_cache, name, lambda config: asked.append(config) or (lambda *a: None))
+    tensors, lengths = clean(USED), (*of_operator(USED)[:-1], keys)
+    out, lse = OPS.forward_varlen(*tensors, *of_operator(USED), 0.2, False, "reference", 0)
+    options = 0.3, False, "hopper", False, -1, -1, 0, 2.0, None, sinks
+    OPS.backward_varlen(out, None, *tensors, out, lse, *lengths, *options)
+    prepare, kernel, _ = (config for config in asked if "bwd" in config.name)
+    expected = keys == FEW_KEYS and sinks is None
+    assert prepare.config.few_keys == kernel.few_keys == expected
+    assert kernel.name.endswith("_few") == prepare.name.endswith("_few") == expected
+
+
 def test_what_a_forward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     calls: list[tuple[Any, ...]] = []
@@ -313,8 +334,13 @@ def test_what_a_backward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
     given = (out, dlse, q, k, v, out, lse, *lengths)
     OPS.backward_varlen(*given, 0.3, False, None, True, 3, 2)
     assert all(x is y for x, y in zip(calls[0][:-4], given, strict=True)) and calls[0][-4:] == (0.3, 3, 2, 0)
+    few = lengths[5] <= FEW_KEYS
     expected = GradientProblem(
-        torch.bfloat16, torch.bfloat16, 32, 24, False, has_window=True, is_packed=True, deterministic=True
+        *(torch.bfloat16, torch.bfloat16, 32, 24, False),
+        has_window=True,
+        is_packed=True,
+        deterministic=True,
+        has_few_keys=few,
     )
     assert asked == [expected]
     OPS.backward_varlen(*given, 0.3, True)

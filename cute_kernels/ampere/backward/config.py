@@ -103,6 +103,11 @@ class AmpereBackwardConfig:
         return False
 
     @property
+    def few_keys(self) -> bool:
+        """Its kernels find no delta."""
+        return False
+
+    @property
     def threads(self) -> int:
         return WARP_THREADS * self.warps
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from cute_kernels.plan.config import plan_entries, plan_words
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
+from hopper_attention.backward_rules import has_few_keys
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once, backward
@@ -126,7 +127,7 @@ def differentiate_packed_again(
     if torch.is_grad_enabled() or 0 in lengths[4:] or not may_be_like():
         return None
     before = latest_in_order if torch.are_deterministic_algorithms_enabled() else latest
-    of_call, given = options + lengths.pattern, (*tensors, *lengths.different)
+    of_call, given = options + lengths.pattern + _few(lengths), (*tensors, *lengths.different)
     call = before.find(of_call, *given)
     if call is None:
         kept = remembered.find_kept(_key_of(tensors, lengths, options), *given)
@@ -147,7 +148,7 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
         return
     _, causal, backend, deterministic, sides = options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    problem = gradient_problem(q, v, causal, sides, deterministic)
+    problem = gradient_problem(q, v, causal, sides, deterministic, *_few(lengths))
     launcher = find_varlen_backward(problem, q.device, backend)
     if isinstance(launcher, PackedBackwardLauncher):
         call = PackedGradientCall.of(launcher, options, tensors, lengths)
@@ -156,4 +157,9 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
 
 def _key_of(tensors: ForGradients, lengths: Lengths, options: GradientOptions) -> tuple[Any, ...]:
     in_order = torch.are_deterministic_algorithms_enabled()
-    return tensors.q.shape, tensors.k.shape, options, lengths.pattern, in_order
+    return tensors.q.shape, tensors.k.shape, options, lengths.pattern, _few(lengths), in_order
+
+
+def _few(lengths: Lengths) -> tuple[bool]:
+    """What the bound of lengths decides on the kernels of a call without sinks."""
+    return (has_few_keys(lengths.max_seqlen_k, has_sinks=False),)

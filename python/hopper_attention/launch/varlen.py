@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hopper.wide.config import WideForwardConfig
-from hopper_attention import checks
+from hopper_attention import backward_rules, checks
 from hopper_attention.backends import KERNELS
 from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
@@ -308,13 +308,21 @@ def run_varlen_backward(
     if is_empty(q, k, lengths):
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
         return dq, dk, dv
-    problem = gradient_problem(q, v, causal, window, deterministic, scores.kind if given else PLAIN)
+    has_few_keys = backward_rules.has_few_keys(lengths.max_seqlen_k, scores.sinks is not None)
+    kind = scores.kind if given else PLAIN
+    problem = gradient_problem(q, v, causal, window, deterministic, has_few_keys, kind)
     launch = find_varlen_backward(problem, q.device, backend)
     return launch(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, *window, **given)
 
 
 def gradient_problem(
-    q: Tensor, v: Tensor, causal: bool, window: Sides, deterministic: bool, scores: ScoreKind = PLAIN
+    q: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: Sides,
+    deterministic: bool,
+    has_few_keys: bool,
+    scores: ScoreKind = PLAIN,
 ) -> GradientProblem:
     """The kind of a packed problem of these tensors."""
     return GradientProblem(
@@ -328,4 +336,5 @@ def gradient_problem(
         is_packed=True,
         scores=scores,
         deterministic=deterministic,
+        has_few_keys=has_few_keys,
     )
