@@ -271,12 +271,14 @@ def select_paged_config(
     of rows: one of PAGE_ROWS that divides the page size, ONE_PAGE or END_TO_END.
 
     Its tiles are those of ``PAGED_TILINGS``, or of the longest sequences: a cache has few queries for its keys, and the
-    walks are long.
+    walks are long. Two warpgroups take turns up to head_dim 128: walking apart has not been timed on pages.
     """
     key = (*cover_head_dims(head_dim, head_dim_v), causal)
     of_pages = PAGED_TILINGS.get(key[:2], {})
     chosen = next((tiles for rows, tiles in of_pages.items() if page_rows >= rows), TILINGS[key][-1])
     config = _build(chosen, dtype, key)
+    if config.walks_apart and config.consumers == 2 and head_dim <= 128:
+        config = replace(config, ping_pong=True)
     if key[:2] in PAGED_REGISTERS:
         config = replace(config, registers=PAGED_REGISTERS[key[:2]])
     box = {ONE_PAGE: config.tile_n, END_TO_END: 0}.get(page_rows, gcd(config.tile_n, page_rows))

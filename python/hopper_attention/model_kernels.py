@@ -180,6 +180,7 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
         found.append(forward_rules.select_for(problem, choice.backend, capability))
         if train:
             found += backward_of(problem, target)
+            found += backward_of(problem, target, has_few_keys=True) if problem.is_packed else ()
     if train:
         found += strips_of(model, target)
         found += [LaunchesConfig()] if capability == HOPPER_CAPABILITY else []
@@ -203,8 +204,9 @@ def problems_of(model: ModelShape) -> Iterator[AttentionProblem]:
         yield forward_rules.packed_problem_of(flat_q, flat_v, causal, window, model.scores)
 
 
-def backward_of(problem: AttentionProblem, target: Target) -> tuple[Any, ...]:
-    """The kernels of the gradients of a problem; none where the reference gives them."""
+def backward_of(problem: AttentionProblem, target: Target, has_few_keys: bool = False) -> tuple[Any, ...]:
+    """The kernels of the gradients of a problem; none where the reference gives them. With ``has_few_keys`` of packed
+    calls whose sequences are that short; where there are sinks others serve these too."""
     p = problem
     gradient = GradientProblem(
         p.dtype,
@@ -216,6 +218,7 @@ def backward_of(problem: AttentionProblem, target: Target) -> tuple[Any, ...]:
         has_chunk=p.has_chunk,
         is_packed=p.is_packed,
         scores=p.scores,
+        has_few_keys=has_few_keys and not p.scores.has_sinks,
     )
     choice = backward_rules.choose_for(gradient, target, None)
     if choice.backend not in KERNELS:

@@ -57,6 +57,14 @@ WINDOWS_AND_PACKED = [
     select_strip_config("float16", 128, 128, False),
     select_backward_config("float16", 192, 192, False, True, window=True, layout="varlen"),
     select_backward_config("bfloat16", 256, 256, True, layout="varlen"),
+    *(
+        replace(
+            select_backward_config(dtype, size, size, False, layout="varlen"),
+            few_keys=True,
+            clears_ahead=False,
+        )
+        for dtype, size in (("bfloat16", 64), ("float16", 96), ("bfloat16", 128), ("float16", 256))
+    ),
 ]
 """Those of most registers, couriers having 24, and all strips that are not alike."""
 

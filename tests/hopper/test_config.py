@@ -78,6 +78,7 @@ def test_head_dims_that_would_be_a_fifth_zeros_have_kernels_of_their_own():
                 960: 96,
                 1024: 128,
                 1025: 176,
+                1280: 128,
                 1281: 176,
             },
         ),
