@@ -203,7 +203,8 @@ class RestPrepareKernel(PackedPrepareKernel):
     and keys are left as they are.
 
     Others become 0: those of sequences without keys, and of rows that are in no sequence. So does the counter: two
-    words of the scheduler, CLEARING_WORDS and one for each query tile of all heads.
+    words of the scheduler, CLEARING_WORDS and one for each query tile of all heads. Sequences that overlap, which no
+    caller may give, can have more key tiles than the plan has room for: dQ of theirs is then anything.
     """
 
     @cute.jit
@@ -251,7 +252,8 @@ class RestPrepareKernel(PackedPrepareKernel):
             mCounter[thread] = Int32(0)
         place = find_query_tile(mPlan, sequences, mO.shape[0], tile, self.config.tile_m)
         seqlens, sums = place.seqlens, mSums[head, tile, None, None]
-        is_left = place.m_block * self.config.tile_m < seqlens.seqlen_q and seqlens.seqlen_k > 0
+        row = place.m_block * self.config.tile_m
+        is_left = row >= 0 and row < seqlens.seqlen_q and seqlens.seqlen_k > 0
         parts = Int32(0) if is_left else sums.shape[0]
         layout = cute.make_layout((parts, sums.shape[1]), stride=sums.stride)
         tensors = mO, mdO, mLSE, mdLSE, mLSE2, mDelta
