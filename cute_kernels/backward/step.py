@@ -23,7 +23,7 @@ CLAIMED_SHARES, CLEARED_SHARES = SCHEDULER_WORDS, SCHEDULER_WORDS + 1
 
 
 FEW_KEYS = 16
-"""Keys of a sequence that lie in one warp of a Hopper kernel, so that this warp can add up delta from P and dP."""
+"""Keys of a sequence that lie in one warp of a Hopper kernel, which can add up delta from P and dP by itself."""
 
 
 class SteppedConfig(Protocol):

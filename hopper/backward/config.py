@@ -51,8 +51,8 @@ class BackwardConfig:
     a CTA has neighbouring key tiles one after another and writes dQ itself, in 16 bits, for windows that
     ``fit_strips`` and as many heads of K and V as of Q. With ``clears_ahead`` a warp of the kernel clears the
     sums of dQ, ahead of the key tiles that add to them; else they are zero before the launch. With
-    ``few_keys`` it finds delta as the sum of P dP in float32, for those packed sequences that have no more than FEW_KEYS
-    keys; others take that of ``prepare``.
+    ``few_keys`` it finds delta as the sum of P dP in float32, for those packed sequences that have no more than
+    FEW_KEYS keys; others take that of ``prepare``.
     """
 
     dtype: str
