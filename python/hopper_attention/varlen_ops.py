@@ -190,7 +190,8 @@ def backward_varlen(
     """Gradients of ``forward_varlen``: dq, dk, dv with the shapes and dtype of q, k, v. No ``dlse`` means zero.
 
     That of the sinks is ``hopper_attention.scores.sinks_gradient``. ``backend`` is what the forward was asked for.
-    ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run.
+    ``deterministic``, or torch.use_deterministic_algorithms, asks for the same bits in every run. ``lse`` is that of
+    these keys alone; where other keys have a part in it give ``sinks`` too, zeros will do.
     """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)

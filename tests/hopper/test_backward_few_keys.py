@@ -90,6 +90,7 @@ def is_near(a: Tensor, exact: Tensor) -> bool:
 
 CASES = {
     "d128": (("bfloat16", 128, False), {}),
+    "d128 in a fixed order": (("bfloat16", 128, True), {"ordered": True}),
     "d128 float16, of the lse": (("float16", 128, False), {"has_dlse": True}),
     "d96 in a window": (("bfloat16", 96, False), {"window": (2, 1)}),
     "d64 causal, of the lse": (("float16", 64, True), {"has_dlse": True}),
@@ -107,6 +108,7 @@ def test_gradients(name: str) -> None:
     (dtype, head_dim, causal), changes = CASES[name]
     window, p, softcap = changes.get("window"), changes.get("dropout_p", 0.0), changes.get("softcap", 0.0)
     features = {"window": window is not None, "softcap": bool(softcap), "dropout": bool(p)}
+    features |= {"ordered": changes.get("ordered", False)}
     config = select_backward_config(dtype, head_dim, head_dim, causal, layout="varlen", **features)
     config = replace(config, few_keys=True, clears_ahead=False)
     rules = replace(NO_RULES, softcap=softcap, **({"philox": PHILOX, "kept": kept_steps(p)} if p else {}))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.backward.step import FEW_KEYS
 from hopper_attention import compile_cache, flash_attn_varlen_func
 from hopper_attention.launch import backward, forward
 from hopper_attention.launch import varlen as varlen_launch
@@ -121,3 +122,23 @@ def test_an_odd_address_is_copied(seen: Seen) -> None:
     *_, prepare, kernel, finish = seen
     assert all(x is not odd and x.data_ptr() % 16 == 0 for x in (prepare[1], kernel[3]))
     assert finish[1] is found[0]
+
+
+def test_a_pass_whose_sequences_may_have_more_keys_is_not_like_one_with_few(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of lengths decides on the kernel, though all tensors are the same."""
+    ran: list[str] = []
+
+    def get(config: Any) -> Any:
+        return lambda *given: ran.append(config.name)
+
+    monkeypatch.setattr(compile_cache, "get_backward", get)
+    starts = int32(0, FEW_KEYS, 2 * FEW_KEYS)
+    leaves = [torch.zeros(2 * FEW_KEYS, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    for bound in (FEW_KEYS, FEW_KEYS + 1) * 4:
+        out = flash_attn_varlen_func(*leaves, starts, starts, FEW_KEYS, bound)
+        ran.clear()
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        prepare, kernel, _ = ran
+        assert prepare.endswith("_few") == kernel.endswith("_few") == (bound == FEW_KEYS)
