@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.pipeline import PipelineState, PipelineTmaAsync
 
@@ -139,8 +139,8 @@ class RecordedPipe(LoopInvariant):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.pipe, name)
 
-    def consumer_wait(self, state: PipelineState):
-        self.pipe.consumer_wait(state)
+    def consumer_wait(self, state: PipelineState, *has_come: Boolean):
+        self.pipe.consumer_wait(state, *has_come)
 
 
 class RecordedKeys(RecordedPipe):
@@ -149,8 +149,8 @@ class RecordedKeys(RecordedPipe):
     Where a turn has to come before the issue, :class:`RecordedTurns` stamps the start again.
     """
 
-    def consumer_wait(self, state: PipelineState):
-        self.pipe.consumer_wait(state)
+    def consumer_wait(self, state: PipelineState, *has_come: Boolean):
+        self.pipe.consumer_wait(state, *has_come)
         self.recorder.start(QK, self.recorder.ahead)
 
     def consumer_release(self, state: PipelineState):
@@ -161,8 +161,8 @@ class RecordedKeys(RecordedPipe):
 class RecordedValues(RecordedPipe):
     """V is released as soon as P V has been waited for. Without pipelining, P V is issued once V is there."""
 
-    def consumer_wait(self, state: PipelineState):
-        self.pipe.consumer_wait(state)
+    def consumer_wait(self, state: PipelineState, *has_come: Boolean):
+        self.pipe.consumer_wait(state, *has_come)
         if not self.recorder.config.pipelined:
             self.recorder.start(PV)
 

@@ -143,7 +143,10 @@ def run(kind: int, rows: int, seen: Seen) -> tuple[Any, ...]:
     seen.clear()
     with MODES[call.mode]():
         results = make(call)
-    kernels = [[facts(x, call.tensors) for x in given] for given in seen]
+    # A kernel sees nothing of autograd: whether a saved LSE needs a gradient depends on who asked for it first.
+    kernels = [
+        [facts(x.detach() if isinstance(x, Tensor) else x, call.tensors) for x in given] for given in seen
+    ]
     arguments = {
         f"{i} {j}": x for i, given in enumerate(seen) for j, x in enumerate(given) if isinstance(x, Tensor)
     }
