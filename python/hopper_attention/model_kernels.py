@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -26,7 +26,13 @@ from hopper_attention.forward_rules import ReferenceConfig, choose_for
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.launch.append import append_facts, select_append_config
 from hopper_attention.masks import FULL_SIDES, Sides
-from hopper_attention.problem import AttentionProblem, GradientProblem, length_bounds
+from hopper_attention.problem import (
+    USUAL_KEYS,
+    AttentionProblem,
+    GradientProblem,
+    PackedKeys,
+    length_bounds,
+)
 from hopper_attention.scores import ScoreKind
 from hopper_attention.torch_rules import TorchConfig
 
@@ -179,8 +185,8 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
         choice = choose_for(problem, target, None)
         found.append(forward_rules.select_for(problem, choice.backend, capability))
         if train:
-            found += backward_of(problem, target)
-            found += backward_of(problem, target, has_few_keys=True) if problem.is_packed else ()
+            for keys in get_args(PackedKeys) if problem.is_packed else (USUAL_KEYS,):
+                found += backward_of(problem, target, keys)
     if train:
         found += strips_of(model, target)
         found += [LaunchesConfig()] if capability == HOPPER_CAPABILITY else []
@@ -204,9 +210,9 @@ def problems_of(model: ModelShape) -> Iterator[AttentionProblem]:
         yield forward_rules.packed_problem_of(flat_q, flat_v, causal, window, model.scores)
 
 
-def backward_of(problem: AttentionProblem, target: Target, has_few_keys: bool = False) -> tuple[Any, ...]:
-    """The kernels of the gradients of a problem; none where the reference gives them. With ``has_few_keys`` of packed
-    calls whose sequences are that short; where there are sinks others serve these too."""
+def backward_of(problem: AttentionProblem, target: Target, keys: PackedKeys = USUAL_KEYS) -> tuple[Any, ...]:
+    """The kernels of the gradients of a problem; none where the reference gives them. ``keys`` says how long packed
+    sequences are; where there are sinks, few keys have no kernels of their own."""
     p = problem
     gradient = GradientProblem(
         p.dtype,
@@ -218,7 +224,7 @@ def backward_of(problem: AttentionProblem, target: Target, has_few_keys: bool = 
         has_chunk=p.has_chunk,
         is_packed=p.is_packed,
         scores=p.scores,
-        has_few_keys=has_few_keys and not p.scores.has_sinks,
+        keys=USUAL_KEYS if keys == "few" and p.scores.has_sinks else keys,
     )
     choice = backward_rules.choose_for(gradient, target, None)
     if choice.backend not in KERNELS:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -84,6 +84,12 @@ class Fp8AttentionProblem(AttentionProblem):
     without_lse: bool = False
 
 
+PackedKeys = Literal["few", "usual", "many"]
+"""How many keys the longest of packed sequences has, as far as kernels of gradients differ by it."""
+
+USUAL_KEYS: PackedKeys = "usual"
+
+
 @dataclass(frozen=True)
 class GradientProblem(AttentionProblem):
     """That of a backward pass, which has the same tiles for all lengths.
@@ -91,13 +97,12 @@ class GradientProblem(AttentionProblem):
     Attributes:
         deterministic: gradients are to have the same bits in every run.
         in_strips: window, lengths and heads are such that a kernel can write dQ itself (``backward_rules.in_strips``).
-        has_few_keys: of packed sequences, that each has so few that the kernel can find delta itself
-            (``backward_rules.has_few_keys``).
+        keys: of packed sequences, what the bound of their lengths says of the kernel (``backward_rules.keys_within``).
     """
 
     deterministic: bool = False
     in_strips: bool = False
-    has_few_keys: bool = False
+    keys: PackedKeys = USUAL_KEYS
 
 
 @lru_cache(maxsize=1)

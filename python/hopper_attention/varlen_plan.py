@@ -36,7 +36,7 @@ from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.varlen import is_empty
 from hopper_attention.lengths import Lengths, check_kinds, check_packed, specs_of
 from hopper_attention.packed_fp8_plan import packed_config_of
-from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem
+from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem, PackedKeys
 from hopper_attention.scores import NO_SCORES, check_scores
 from hopper_attention.torch_rules import TorchConfig
 
@@ -142,8 +142,8 @@ def explain_varlen(
             in_order = deterministic or torch.are_deterministic_algorithms_enabled()
             width = first_part(whole)[0]["v"].shape[2]
             gradient = replace(problem, head_dim_v=width)
-            few = backward_rules.has_few_keys(lengths.max_seqlen_k, sinks is not None)
-            notes += (_note_on_gradients(gradient, in_order, few, target, backend),)
+            keys = backward_rules.keys_within(lengths.max_seqlen_k, sinks is not None)
+            notes += (_note_on_gradients(gradient, in_order, keys, target, backend),)
     copies = (DEQUANTIZED,) if in_16_bits else describe_copies(config, specs, tensors)
     return Plan(choice.backend, config, choice.reason, casts + copies, notes)
 
@@ -170,7 +170,7 @@ def _plan_fp8(
 
 
 def _note_on_gradients(
-    forward: AttentionProblem, deterministic: bool, few_keys: bool, target: Target, requested: str | None
+    forward: AttentionProblem, deterministic: bool, keys: PackedKeys, target: Target, requested: str | None
 ) -> str:
     problem = GradientProblem(
         forward.dtype,
@@ -183,7 +183,7 @@ def _note_on_gradients(
         is_packed=True,
         scores=forward.scores,
         deterministic=deterministic,
-        has_few_keys=few_keys,
+        keys=keys,
     )
     return describe_gradients(
         lambda: backward_rules.choose_for(problem, target, requested),

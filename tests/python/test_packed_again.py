@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cute_kernels.backward.step import FEW_KEYS
 from hopper_attention import compile_cache, flash_attn_varlen_func
+from hopper_attention.backward_rules import MANY_KEYS
 from hopper_attention.launch import backward, forward
 from hopper_attention.launch import varlen as varlen_launch
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher
@@ -142,3 +143,19 @@ def test_a_pass_whose_sequences_may_have_more_keys_is_not_like_one_with_few(
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
         prepare, kernel, _ = ran
         assert prepare.endswith("_few") == kernel.endswith("_few") == (bound == FEW_KEYS)
+
+
+def test_only_long_sequences_have_their_sums_cleared_ahead(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short ones would wait for the zeros; a bound that changes finds the other kernel again."""
+    ran: list[str] = []
+    monkeypatch.setattr(compile_cache, "get_backward", lambda config: lambda *given: ran.append(config.name))
+    starts = int32(0, 16, 32)
+    leaves = [torch.zeros(32, 2, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    for bound in (MANY_KEYS - 1, MANY_KEYS) * 4:
+        out = flash_attn_varlen_func(*leaves, starts, starts, 16, bound)
+        ran.clear()
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        prepare, kernel, _ = ran
+        assert prepare.endswith("_clears") == kernel.endswith("_clears") == (bound == MANY_KEYS)

@@ -339,7 +339,7 @@ def test_what_a_backward_launcher_is_given(gpu: pytest.MonkeyPatch) -> None:
         has_window=True,
         is_packed=True,
         deterministic=True,
-        has_few_keys=True,
+        keys="few",
     )
     assert asked == [expected]
     OPS.backward_varlen(*given, 0.3, True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from cute_kernels.plan.config import plan_entries, plan_words
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
-from hopper_attention.backward_rules import has_few_keys
+from hopper_attention.backward_rules import keys_within
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once, backward
@@ -25,6 +25,7 @@ from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Latest, Remembered, may_be_like
 from hopper_attention.masks import Sides, kernel_sides
+from hopper_attention.problem import PackedKeys
 from hopper_attention.scores import NO_SCORES
 
 
@@ -127,7 +128,7 @@ def differentiate_packed_again(
     if torch.is_grad_enabled() or 0 in lengths[4:] or not may_be_like():
         return None
     before = latest_in_order if torch.are_deterministic_algorithms_enabled() else latest
-    of_call, given = options + lengths.pattern + _few(lengths), (*tensors, *lengths.different)
+    of_call, given = options + lengths.pattern + _keys(lengths), (*tensors, *lengths.different)
     call = before.find(of_call, *given)
     if call is None:
         kept = remembered.find_kept(_key_of(tensors, lengths, options), *given)
@@ -148,7 +149,7 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
         return
     _, causal, backend, deterministic, sides = options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    problem = gradient_problem(q, v, causal, sides, deterministic, *_few(lengths))
+    problem = gradient_problem(q, v, causal, sides, deterministic, *_keys(lengths))
     launcher = find_varlen_backward(problem, q.device, backend)
     if isinstance(launcher, PackedBackwardLauncher):
         call = PackedGradientCall.of(launcher, options, tensors, lengths)
@@ -157,9 +158,9 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
 
 def _key_of(tensors: ForGradients, lengths: Lengths, options: GradientOptions) -> tuple[Any, ...]:
     in_order = torch.are_deterministic_algorithms_enabled()
-    return tensors.q.shape, tensors.k.shape, options, lengths.pattern, _few(lengths), in_order
+    return tensors.q.shape, tensors.k.shape, options, lengths.pattern, _keys(lengths), in_order
 
 
-def _few(lengths: Lengths) -> tuple[bool]:
+def _keys(lengths: Lengths) -> tuple[PackedKeys]:
     """What the bound of lengths decides on the kernels of a call without sinks."""
-    return (has_few_keys(lengths.max_seqlen_k, has_sinks=False),)
+    return (keys_within(lengths.max_seqlen_k, has_sinks=False),)

@@ -30,7 +30,7 @@ from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wid
 from hopper_attention.launch.sdpa import TorchVarlen, TorchVarlenGradient
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences, specs_of
 from hopper_attention.masks import FULL_SIDES, Sides
-from hopper_attention.problem import AttentionProblem, GradientProblem
+from hopper_attention.problem import AttentionProblem, GradientProblem, PackedKeys
 from hopper_attention.reference.varlen import varlen_backward, varlen_forward
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
 from hopper_attention.torch_rules import TorchConfig
@@ -308,9 +308,9 @@ def run_varlen_backward(
     if is_empty(q, k, lengths):
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
         return dq, dk, dv
-    has_few_keys = backward_rules.has_few_keys(lengths.max_seqlen_k, scores.sinks is not None)
+    keys = backward_rules.keys_within(lengths.max_seqlen_k, scores.sinks is not None)
     kind = scores.kind if given else PLAIN
-    problem = gradient_problem(q, v, causal, window, deterministic, has_few_keys, kind)
+    problem = gradient_problem(q, v, causal, window, deterministic, keys, kind)
     launch = find_varlen_backward(problem, q.device, backend)
     return launch(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, *window, **given)
 
@@ -321,7 +321,7 @@ def gradient_problem(
     causal: bool,
     window: Sides,
     deterministic: bool,
-    has_few_keys: bool,
+    keys: PackedKeys,
     scores: ScoreKind = PLAIN,
 ) -> GradientProblem:
     """The kind of a packed problem of these tensors."""
@@ -336,5 +336,5 @@ def gradient_problem(
         is_packed=True,
         scores=scores,
         deterministic=deterministic,
-        has_few_keys=has_few_keys,
+        keys=keys,
     )
