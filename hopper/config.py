@@ -140,12 +140,18 @@ class ForwardConfig:
         return is_masked and has_parts and self.warp_specialized and not self.ping_pong
 
     @property
-    def halves_first_block(self) -> bool:
-        """Whether only the first half of the block that a warpgroup visits first is worked on, where its rows see no
-        more of it: of many warpgroups under a causal mask, as a block is twice as wide as a warpgroup is high or more.
-        What else is in the softmax's way takes the registers. A half has whole steps of P V."""
+    def first_widths(self) -> tuple[int, ...]:
+        """Keys, in ascending order, of the block that a warpgroup visits first, of which only so many are worked on
+        where its rows see no more: of many warpgroups under a causal mask, as a block is twice as wide as a warpgroup
+        is high or more. As many as it has rows, or a multiple, where these divide a block; else half of the block. What
+        else is in the softmax's way takes the registers. Each width has whole steps of P V."""
         is_wide = self.tile_n >= 2 * WARPGROUP_ROWS and self.tile_n % 32 == 0
-        return self.walks_apart and is_wide and self.compares_bits
+        has_registers = self.compares_bits or self.score_dtype == "float16"
+        if not (self.walks_apart and is_wide and has_registers):
+            return ()
+        if self.tile_n % WARPGROUP_ROWS:
+            return (self.tile_n // 2,)
+        return tuple(range(WARPGROUP_ROWS, self.tile_n, WARPGROUP_ROWS))
 
     @property
     def adds_row_bias_late(self) -> bool:

@@ -183,16 +183,30 @@ class Consumer(LoopInvariant):
 
     @cute.jit
     def _first_block(self, scores: ScoreTile, blocks: KeyBlocks, kv_state: PipelineState):
-        """S and P of the block that is visited first; of its first half alone where the rows see no more of it."""
-        if const_expr(self.config.halves_first_block):
-            if blocks.keys_of_first <= self.config.tile_n // 2:
-                # What the second half adds to P V.
-                cute.recast_tensor(self.tOrP, Int32).fill(0)
-                self._first_scores(scores, blocks.last, kv_state, self.config.tile_n // 2)
+        """S and P of the block that is visited first; of its first keys alone where the rows see no more of it."""
+        self._first_of_width(scores, blocks, kv_state, self.config.first_widths)
+
+    @cute.jit
+    def _first_of_width(
+        self,
+        scores: ScoreTile,
+        blocks: KeyBlocks,
+        kv_state: PipelineState,
+        widths: cutlass.Constexpr[tuple[int, ...]],
+    ):
+        """``_first_block`` of the first of these ``widths`` that does, or of the whole block."""
+        if const_expr(len(widths) > 0):
+            if blocks.keys_of_first <= widths[0]:
+                self._clear_P()
+                self._first_scores(scores, blocks.last, kv_state, widths[0])
             else:
-                self._first_scores(scores, blocks.last, kv_state)
+                self._first_of_width(scores, blocks, kv_state, widths[1:])
         else:
             self._first_scores(scores, blocks.last, kv_state)
+
+    def _clear_P(self):
+        """Before a block of which only a part is worked on: what the rest adds to P V."""
+        cute.recast_tensor(self.tOrP, Int32).fill(0)
 
     @cute.jit
     def _first_scores(
@@ -355,8 +369,7 @@ class Consumer(LoopInvariant):
 
     def _start_scores(self, acc_S: cute.Tensor, kv_state: PipelineState) -> tuple:
         """Issue Q K^T of a block. Returns what ``_finish_scores`` is to add to it, where there is something."""
-        is_half = cute.size(acc_S) * WARPGROUP_THREADS < WARPGROUP_ROWS * self.config.tile_n
-        qk = self.mmas.half_qk[0] if is_half else self.mmas.qk
+        qk = self._qk_of(cute.size(acc_S) * WARPGROUP_THREADS // WARPGROUP_ROWS)
         issue_gemm(qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
         return ()
 
@@ -370,10 +383,14 @@ class Consumer(LoopInvariant):
             self.pipes.q.consumer_release(q_state(self.config, self.wg, q_phase))
 
     def _make_acc_S(self, keys: int = 0) -> cute.Tensor:
-        """Registers for the scores of a block, or of so many ``keys``, which are half of it."""
-        qk = self.mmas.half_qk[0] if keys else self.mmas.qk
+        """Registers for the scores of a block, or of so many of its first ``keys``."""
+        qk = self._qk_of(keys)
         shape = WARPGROUP_ROWS, keys or self.config.tile_n
         return cute.make_rmem_tensor(qk.partition_shape_C(shape), qk.op.acc_dtype)
+
+    def _qk_of(self, keys: int) -> cute.TiledMma:
+        """That of so many keys of a block; of all, if there is none of its own."""
+        return self.mmas.narrow_qk.get(keys, self.mmas.qk)
 
     @cute.jit
     def _exponentiate(

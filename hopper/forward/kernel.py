@@ -444,8 +444,8 @@ class ForwardKernel:
     def _tiled_mmas(self) -> Mmas:
         """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
         c = self.config
-        half = (self._qk_mma(c.tile_n // 2),) if c.halves_first_block else ()
-        return Mmas(self._qk_mma(c.tile_n), self._pv_mma(c.head_dim_v), half)
+        narrow = {keys: self._qk_mma(keys) for keys in c.first_widths}
+        return Mmas(self._qk_mma(c.tile_n), self._pv_mma(c.head_dim_v), narrow)
 
     def _qk_mma(self, keys: int) -> cute.TiledMma:
         """Q K^T of so many keys."""

@@ -1,6 +1,8 @@
 """What the roles of the forward kernel share: its operands, and the pipelines between them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
@@ -42,12 +44,12 @@ class Pipelines(NamedTuple):
 
 
 class Mmas(NamedTuple):
-    """The tiled MMAs of S = Q K^T and O += P V, each for one warpgroup; ``half_qk`` is empty, or has that of the first
-    half of a block's keys."""
+    """The tiled MMAs of S = Q K^T and O += P V, each for one warpgroup; ``narrow_qk`` has those of so many of
+    a block's keys (``first_widths``)."""
 
     qk: cute.TiledMma
     pv: cute.TiledMma
-    half_qk: tuple[cute.TiledMma, ...] = ()
+    narrow_qk: Mapping[int, cute.TiledMma] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

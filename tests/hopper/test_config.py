@@ -180,9 +180,11 @@ def test_two_warpgroups_walk_apart_under_a_causal_mask():
         short, long = (select_forward_config("bfloat16", head_dim, head_dim, True, n) for n in (6144, 6145))
         assert (short.tile_n, long.tile_n) == (128, 160)
         for config in (short, long):
-            assert config.consumers == 2 and config.walks_apart and config.halves_first_block
+            assert (
+                config.consumers == 2 and config.walks_apart and config.first_widths == (config.tile_n // 2,)
+            )
             # Half of a block has no whole steps of P V there.
-            assert not replace(config, tile_n=176).halves_first_block
+            assert not replace(config, tile_n=176).first_widths
     assert not base().walks_apart
 
 

@@ -159,9 +159,9 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(config):
     steps = 32 // config.element_bytes
     of_block = config.head_dim // steps + config.tile_n // steps
     count, hazards = find_hazards(ptx)
-    # First block, last P V, and one block in each loop: with and without a mask. And half of a first block.
-    half = config.head_dim // steps * config.halves_first_block
-    assert count == of_block * (3 if config.causal else 2) + half
+    # First block, last P V, and one block in each loop: with and without a mask. And parts of a first block.
+    parts = config.head_dim // steps * len(config.first_widths)
+    assert count == of_block * (3 if config.causal else 2) + parts
     assert hazards == []
 
 

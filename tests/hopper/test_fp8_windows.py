@@ -108,6 +108,29 @@ def test_three_warpgroups_walk_apart() -> None:
     check(quantized((330, 90), (1, 1), DIM, TILE), config, (30, 0))
 
 
+class WholeFirstBlock(Fp8ForwardConfig):
+    """A config that works on all keys of a tile's first block."""
+
+    @property
+    def first_widths(self) -> tuple[int, ...]:
+        return ()
+
+
+@pytest.mark.parametrize("tile_n,widths", [(192, (64, 128)), (128, (64,))])
+def test_parts_of_a_first_block(tile_n: int, widths: tuple[int, ...]) -> None:
+    """The warpgroups of the first tile see 64, 128 and 192 keys, and those behind it other parts; the bits are those of
+    whole blocks."""
+    config = select_fp8_forward_config(DIM, DIM, True, "bfloat16", 16384, window=True, half_scores=True)
+    config = replace(config, tile_n=tile_n)
+    assert config.first_widths == widths and config.softmax is Softmax.HALF_SCORES
+    parts = quantized((300, 330), (1, 1), DIM, tile_n)
+    check(parts, config, (150, 0))
+    whole = WholeFirstBlock(**vars(config))
+    results = (fp8_forward_on_numpy(each, parts, 0.125, LATE, (150, 0)) for each in (config, whole))
+    for narrow, full in zip(*results, strict=True):
+        assert torch.equal(narrow, full)
+
+
 def test_a_tile_that_is_selected() -> None:
     """For V in rows, with tiles that ship. Windows with two levels are tested on a GPU."""
     parts = of_one_scale(quantized((200, 500), (1, 1), 128, 128))

@@ -97,7 +97,7 @@ def test_half_of_the_first_block_where_a_warpgroup_sees_no_more(
     """Tiles as shipped, whose blocks are twice as wide as a warpgroup is high or more; the second rows see few keys or
     none."""
     config = select_forward_config("bfloat16", head_dim, head_dim, True, seqlen_k)
-    assert config.halves_first_block and config.tile_n == tile_n
+    assert config.first_widths == (tile_n // 2,) and config.tile_n == tile_n
     for seqlens in ((230, 300), (330, 90)):
         q, k, v = draw(torch.bfloat16, seqlens, (2, 1), head_dim)
         out, lse = forward_on_numpy(config, q, k, v, head_dim**-0.5, 2, LATE)

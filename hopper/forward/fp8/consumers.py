@@ -131,11 +131,16 @@ class HalfScoresConsumer(LaggingConsumer):
     def _queries_have_come(self):
         self.softmax.lower_queries()
 
+    def _clear_P(self):
+        self.softmax.words.fill(0)
+
     @cute.jit
-    def _first_scores(self, scores: ScoreTile, n_block: Int32, kv_state: PipelineState):
-        acc_S = self._make_acc_S()
+    def _first_scores(
+        self, scores: ScoreTile, n_block: Int32, kv_state: PipelineState, keys: cutlass.Constexpr[int] = 0
+    ):
+        acc_S = self._make_acc_S(keys)
         self.pipes.k.consumer_wait(kv_state)
-        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        self._start_scores(acc_S, kv_state)
         self.softmax.start()
         self.loads.first_scores_started()
         self.softmax.enter_block(consumer_slot(kv_state))
