@@ -122,8 +122,8 @@ _graph_counters = GraphCounters()
 
 
 def tile_counter(device_index: int) -> Any:
-    """SCHEDULER_WORDS int32 zeros with which the CTAs of one launch share out the tiles, as an argument of the kernel, which leaves
-    them zero.
+    """SCHEDULER_WORDS int32 zeros with which the CTAs of one launch share out the tiles, as an argument of the
+    kernel, which leaves them zero.
 
     Launches on one stream run one after the other and so can share a counter: it is kept, which saves a
     memset a call. Two streams may run at the same time, so each has its own. A captured graph may be replayed

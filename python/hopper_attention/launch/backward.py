@@ -430,7 +430,7 @@ def run_backward(
 
 
 def backward_counter(config: KernelConfig, sums: Tensor) -> Any:
-    """int32 zeros: the SCHEDULER_WORDS of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
+    """int32 zeros: those of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
     if not config.ordered and sums.is_cuda:
         return device_memory.tile_counter(sums.device.index)
     counts = math.prod(sums.shape[:-2]) * config.counts_per_tile if config.ordered else 0
