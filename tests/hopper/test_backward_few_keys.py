@@ -108,14 +108,12 @@ CASES = {
     "d192 softcap in a window": (("float16", 192, False), {"softcap": 2.0, "window": (3, 2)}),
     "d192 causal, of the lse": (("bfloat16", 192, True), {"has_dlse": True}),
     "d256 dropout": (("bfloat16", 256, False), {"dropout_p": 0.25}),
-    "d64 slopes, of the lse": (("bfloat16", 64, False), {"alibi": True, "has_dlse": True}),
     "d96 softcap and slopes": (("float16", 96, True), {"softcap": 2.0, "alibi": True}),
     "d128 functions that bend": (("bfloat16", 128, False), {"functions": draw_example(2, Q.batch)}),
     "d64 softcap, bent again": (
         ("float16", 64, True),
         {"functions": draw_example(2, Q.batch), "softcap": 2.0},
     ),
-    "d192 functions that bend": (("float16", 192, False), {"functions": draw_example(2, Q.batch)}),
     "d256 softcap, a bias": (("bfloat16", 256, True), {"functions": relative_bias(2), "softcap": 2.0}),
 }
 
