@@ -393,14 +393,20 @@ def run_few_keys_case(config: BackwardConfig, device: str) -> str:
     torch.cuda.synchronize()
     wrong = []
     for case, *each in zip(cases, *gradients, strict=True):
-        wrong += [_gradient_faults(case, [x[None] for x in each], config.causal, scale)]
+        # A norm: of so few elements the largest error is a matter of chance.
+        wrong += [_gradient_faults(case, [x[None] for x in each], config.causal, scale, norm=2)]
     return "; ".join(filter(None, wrong))
 
 
 def _gradient_faults(
-    tensors: tuple[Tensor, ...], gradients: list[Tensor], causal: bool, softmax_scale: float
+    tensors: tuple[Tensor, ...],
+    gradients: list[Tensor],
+    causal: bool,
+    softmax_scale: float,
+    norm: float = math.inf,
 ) -> str:
-    """What is wrong with dq, dk and dv; ``tensors`` are dout, q, k, v, out and lse."""
+    """What is wrong with dq, dk and dv; ``tensors`` are dout, q, k, v, out and lse. Errors are compared by the largest,
+    or by another norm of them all."""
     inputs = [x.double() for x in tensors]
     exact = tiled_backward(inputs[0], None, *inputs[1:], causal=causal, softmax_scale=softmax_scale)
     like = tiled_backward(tensors[0], None, *tensors[1:], causal=causal, softmax_scale=softmax_scale)
@@ -408,8 +414,10 @@ def _gradient_faults(
     for name, gradient, right, emulated in zip(("dq", "dk", "dv"), gradients, exact, like, strict=True):
         if not right.numel():
             continue
-        error = (gradient.double() - right).abs().max().item()
-        allowed = 2 * (emulated.double() - right).abs().max().item() + 1e-4
+        error, of_emulation = (
+            torch.linalg.vector_norm(x.double() - right, norm).item() for x in (gradient, emulated)
+        )
+        allowed = 2 * of_emulation + 1e-4
         if not error <= allowed:
             wrong.append(f"error of {name} {error:.2e}, allowed {allowed:.2e}")
     return "; ".join(wrong)
