@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
-Families are forward, paged, decode, wide, fp8, fp8-two-level, quantize, backward and packed-backward, and without WGMMA
-ampere_forward and ampere_backward.
+Families are forward, paged, decode, wide, fp8, fp8-two-level, fp8-exact-lse, quantize, value-mean, backward,
+packed-backward and few-keys, and without WGMMA ampere_forward and ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
 two heads on one KV head, and where the grid is persistent two CTAs for four tiles, so that shared memory is reused
@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_ampere_backward_configs
 from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
+from cute_kernels.backward.step import FEW_KEYS
 from cute_kernels.problem import VARLEN
 from hopper.backward.config import BackwardConfig, select_backward_config, shipped_backward_configs
 from hopper.compile import HOPPER_ARCH
@@ -357,17 +358,66 @@ def run_packed_backward_case(config: BackwardConfig, device: str) -> str:
     return _gradient_faults((dout, q, k, v, out, lse), gradients, False, scale)
 
 
+FEW_LENGTHS = ((150, FEW_KEYS - 3), (17, FEW_KEYS), (0, 3), (70, 1), (9, 0))
+"""Queries and keys of packed sequences."""
+
+
+def few_keys_configs() -> tuple[BackwardConfig, ...]:
+    """Those that find delta themselves: of each tile, in a fixed order, and of a pair of CTAs."""
+    kinds = ((64, True, False), (96, True, True), (128, False, False), (256, False, False))
+    plain = (
+        select_backward_config(dtype, size, size, causal, ordered, layout=VARLEN)
+        for dtype in ("bfloat16", "float16")
+        for size, causal, ordered in kinds
+    )
+    return tuple(replace(config, few_keys=True, clears_ahead=False) for config in plain)
+
+
+def run_few_keys_case(config: BackwardConfig, device: str) -> str:
+    """The same of packed sequences with few keys, by the config that is for such calls."""
+    scale, cases = config.head_dim**-0.5, []
+    for seqlen_q, seqlen_k in FEW_LENGTHS:
+        q, k, v = draw(seqlen_q, seqlen_k, config.head_dim, config.head_dim_v, config.dtype)
+        out, lse = attention_tiled(q, k, v, causal=config.causal)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+        cases.append((dout, q, k, v, out, lse))
+    *rows, lse = ([x[0] for x in column] for column in zip(*cases, strict=True))
+    dout, *others = (torch.cat(x).to(device) for x in rows)
+    launcher = make_packed_backward_launcher(config, torch.device(device))
+    launcher = replace(launcher, grid=(CTAS,) if config.is_persistent else ())
+    lengths = [list(x) for x in zip(*FEW_LENGTHS, strict=True)]
+    bounds = [torch.tensor([0, *x]).cumsum(0).to(torch.int32).to(device) for x in lengths]
+    of_call = *bounds, None, None, max(lengths[0]), FEW_KEYS, scale, -1, -1, 0
+    results = launcher(dout, None, *others, torch.cat(lse, 1).to(device), *of_call)
+    gradients = [x.cpu().split(lengths[i > 0]) for i, x in enumerate(results)]
+    torch.cuda.synchronize()
+    wrong = []
+    for case, *each in zip(cases, *gradients, strict=True):
+        # A norm: of so few elements the largest error is a matter of chance.
+        wrong += [_gradient_faults(case, [x[None] for x in each], config.causal, scale, norm=2)]
+    return "; ".join(filter(None, wrong))
+
+
 def _gradient_faults(
-    tensors: tuple[Tensor, ...], gradients: list[Tensor], causal: bool, softmax_scale: float
+    tensors: tuple[Tensor, ...],
+    gradients: list[Tensor],
+    causal: bool,
+    softmax_scale: float,
+    norm: float = math.inf,
 ) -> str:
-    """What is wrong with dq, dk and dv; ``tensors`` are dout, q, k, v, out and lse."""
+    """What is wrong with dq, dk and dv; ``tensors`` are dout, q, k, v, out and lse. Errors are compared by the largest,
+    or by another norm of them all."""
     inputs = [x.double() for x in tensors]
     exact = tiled_backward(inputs[0], None, *inputs[1:], causal=causal, softmax_scale=softmax_scale)
     like = tiled_backward(tensors[0], None, *tensors[1:], causal=causal, softmax_scale=softmax_scale)
     wrong = []
     for name, gradient, right, emulated in zip(("dq", "dk", "dv"), gradients, exact, like, strict=True):
-        error = (gradient.double() - right).abs().max().item()
-        allowed = 2 * (emulated.double() - right).abs().max().item() + 1e-4
+        if not right.numel():
+            continue
+        error, of_emulation = (
+            torch.linalg.vector_norm(x.double() - right, norm).item() for x in (gradient, emulated)
+        )
+        allowed = 2 * of_emulation + 1e-4
         if not error <= allowed:
             wrong.append(f"error of {name} {error:.2e}, allowed {allowed:.2e}")
     return "; ".join(wrong)
@@ -418,6 +468,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
     "value-mean": (shipped_value_mean_configs, run_value_mean_case),
     "backward": (shipped_backward_configs, run_backward_case),
     "packed-backward": (packed_backward_configs, run_packed_backward_case),
+    "few-keys": (few_keys_configs, run_few_keys_case),
     "ampere_forward": (partial(shipped_ampere_forward_configs, (HOPPER_ARCH,)), run_case),
     "ampere_backward": (partial(shipped_ampere_backward_configs, (HOPPER_ARCH,)), run_backward_case),
 }

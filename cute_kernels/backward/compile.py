@@ -5,7 +5,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided, words
 from cute_kernels.backward.finish import FinishKernel, PackedFinishKernel
-from cute_kernels.backward.prepare import WORDS, PackedPrepareKernel, PrepareKernel, RestPrepareKernel
+from cute_kernels.backward.prepare import WORDS, PackedPrepareKernel, PrepareKernel
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import DENSE
@@ -60,22 +60,20 @@ def compile_finish(config: SteppedConfig, options: str = ""):
 
 def compile_packed_prepare(config: SteppedConfig, options: str = ""):
     """Compile what runs before the kernel of ``config`` on packed sequences:
-    ``fn(out, dout, lse, dlse, lse_log2, delta, sums, plan, sequences)``.
+    ``fn(out, dout, lse, dlse, lse_log2, delta, sums, plan, sequences, counter)``.
 
     out and dout (total_q, h, dv) as for the kernel, lse float32 (h, total_q) in base e, dlse its gradient, or (h, 0)
     for none. lse_log2 and delta float32 (h, tiles * tile_m) are written, for the kernel: each sequence has whole tiles
     of its own in them, of total_q // tile_m + batch + 1 in all (``plan_entries``). So is sums float32 (h, tiles, parts,
     words), with zeros as by ``compile_prepare``. plan is int32, that of the kernel, with ``sequences`` sequences, one
-    more than the caller's (``cute_kernels/plan``). With ``config.clears_ahead`` one more argument is the counter of the
-    kernel, int32, which becomes zero (``RestPrepareKernel``), and sums are written of those tiles
-    alone that no key tile visits.
+    more than the caller's (``cute_kernels/plan``). counter is None; with ``config.clears_ahead`` that of the kernel,
+    int32, which becomes zero, and sums are written of those tiles alone that no key tile visits.
     """
     dtype = DSL_DTYPES[config.dtype]
-    kernel = RestPrepareKernel if config.clears_ahead else PackedPrepareKernel
     total_q, h, padded = (cute.sym_int() for _ in range(3))
     dv = cute.sym_int(divisibility=VECTOR_ELEMENTS)
     return compile_for_torch(
-        kernel(config),
+        PackedPrepareKernel(config),
         strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
         strided(dtype, (total_q, h, dv), VECTOR_ELEMENTS),
         strided(Float32, (h, total_q), 1),
@@ -85,7 +83,7 @@ def compile_packed_prepare(config: SteppedConfig, options: str = ""):
         sums_argument((h,)),
         plan_argument(),
         Int32(0),
-        *((words(cute.sym_int()),) if config.clears_ahead else ()),
+        words(cute.sym_int()) if config.clears_ahead else None,
         options=options,
     )
 

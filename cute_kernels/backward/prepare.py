@@ -144,7 +144,13 @@ class PackedPrepareKernel(PrepareKernel):
     """The same for packed sequences, whose rows in mLSE2 and mDelta lie in whole tiles (``packed.py``). The gradient of
     the LSE is subtracted from delta: dS = P (dP - delta + dLSE). With ``config.few_keys`` delta of a
     sequence with no more than FEW_KEYS has nothing else: the kernel, which knows P and dP, adds the sum of their
-    products, and not that of O in 16 bits."""
+    products, and not that of O in 16 bits.
+
+    Before a kernel that clears sums itself (``config.clears_ahead``) those of query tiles that have rows and keys are
+    left as they are. Others become 0: those of sequences without keys, and of rows that are in no sequence. So does its
+    counter: SCHEDULER_WORDS, CLEARING_WORDS and one for each query tile of all heads. Sequences that overlap, which no
+    caller may give, can have more key tiles than the plan has room for: dQ of theirs is then anything.
+    """
 
     @cute.jit
     def __call__(
@@ -158,11 +164,13 @@ class PackedPrepareKernel(PrepareKernel):
         mSums: cute.Tensor,
         mPlan: cute.Tensor,
         sequences: Int32,
+        mCounter: cute.Tensor | None,
         stream,
     ):
         """Launch. mO, mdO (total_q, heads, head_dim_v), mLSE (heads, total_q) in base e, mdLSE (heads, total_q or 0),
-        mLSE2 and mDelta (heads, rows of all query tiles), mSums (heads, all query tiles, parts, words)."""
-        self.packed(mO, mdO, mLSE, mdLSE, mLSE2, mDelta, mSums, mPlan, sequences).launch(
+        mLSE2 and mDelta (heads, rows of all query tiles), mSums (heads, all query tiles, parts, words). mCounter is
+        int32 (words of the counter,), None of a config that does not clear ahead."""
+        self.packed(mO, mdO, mLSE, mdLSE, mLSE2, mDelta, mSums, mPlan, sequences, mCounter).launch(
             grid=(mDelta.shape[1] // self.config.tile_m, mO.shape[1], 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -180,11 +188,34 @@ class PackedPrepareKernel(PrepareKernel):
         mSums: cute.Tensor,
         mPlan: cute.Tensor,
         sequences: Int32,
+        mCounter: cute.Tensor | None,
     ):
         tile, head, _ = from_the_last(mSums.shape[1], mSums.shape[0], Int32(1))
+        if const_expr(self.config.clears_ahead):
+            self._clear_counter(mCounter, head * mSums.shape[1] + tile)
         place = find_query_tile(mPlan, sequences, mO.shape[0], tile, self.config.tile_m)
-        tensors = mO, mdO, mLSE, mdLSE, mLSE2, mDelta
-        self._prepare_packed(tensors, place, head, mSums[head, tile, None, None])
+        sums = mSums[head, tile, None, None]
+        if const_expr(self.config.clears_ahead):
+            sums = self._without_visited(sums, place)
+        self._prepare_packed((mO, mdO, mLSE, mdLSE, mLSE2, mDelta), place, head, sums)
+
+    @cute.jit
+    def _clear_counter(self, mCounter: cute.Tensor, number: Int32):
+        """The count of the query tile of this number of all heads; that of the first also what comes before counts."""
+        thread, words = cute.arch.thread_idx()[0], SCHEDULER_WORDS + CLEARING_WORDS
+        if thread == 0:
+            mCounter[words + number] = Int32(0)
+        if thread < words and number == 0:
+            mCounter[thread] = Int32(0)
+
+    @cute.jit
+    def _without_visited(self, sums: cute.Tensor, place: PackedQueryTile) -> cute.Tensor:
+        """(parts, words) of a query tile, without parts where it has rows and keys."""
+        row = place.m_block * self.config.tile_m
+        is_left = row >= 0 and row < place.seqlens.seqlen_q and place.seqlens.seqlen_k > 0
+        parts = Int32(0) if is_left else sums.shape[0]
+        layout = cute.make_layout((parts, sums.shape[1]), stride=sums.stride)
+        return cute.make_tensor(sums.iterator, layout)
 
     def _prepare_packed(self, tensors: tuple, place: PackedQueryTile, head: Int32, sums: cute.Tensor) -> None:
         """A query tile of a head; ``tensors`` are the first six of ``__call__``, ``sums`` those for zeros."""
@@ -196,65 +227,3 @@ class PackedPrepareKernel(PrepareKernel):
         inputs = (*rows, *(heads_as_batch(tensor, seqlens.offset_q) for tensor in (mLSE, mdLSE)))
         left_out = (seqlens.seqlen_k <= FEW_KEYS,) if const_expr(self.config.few_keys) else ()
         self._prepare(inputs, results, (place.m_block, head, 0), sums, left_out)
-
-
-class RestPrepareKernel(PackedPrepareKernel):
-    """The same before a kernel that clears sums itself (``config.clears_ahead``): those of query tiles that have rows
-    and keys are left as they are.
-
-    Others become 0: those of sequences without keys, and of rows that are in no sequence. So does the counter: two
-    words of the scheduler, CLEARING_WORDS and one for each query tile of all heads. Sequences that overlap, which no
-    caller may give, can have more key tiles than the plan has room for: dQ of theirs is then anything.
-    """
-
-    @cute.jit
-    def __call__(
-        self,
-        mO: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mdLSE: cute.Tensor,
-        mLSE2: cute.Tensor,
-        mDelta: cute.Tensor,
-        mSums: cute.Tensor,
-        mPlan: cute.Tensor,
-        sequences: Int32,
-        mCounter: cute.Tensor,
-        stream,
-    ):
-        """Launch. mCounter is int32 (words of the counter,), the rest as of ``PackedPrepareKernel``."""
-        self.counted(mO, mdO, mLSE, mdLSE, mLSE2, mDelta, mSums, mPlan, sequences, mCounter).launch(
-            grid=(mDelta.shape[1] // self.config.tile_m, mO.shape[1], 1),
-            block=(THREADS, 1, 1),
-            stream=stream,
-        )
-
-    @cute.kernel
-    def counted(
-        self,
-        mO: cute.Tensor,
-        mdO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mdLSE: cute.Tensor,
-        mLSE2: cute.Tensor,
-        mDelta: cute.Tensor,
-        mSums: cute.Tensor,
-        mPlan: cute.Tensor,
-        sequences: Int32,
-        mCounter: cute.Tensor,
-    ):
-        tile, head, _ = from_the_last(mSums.shape[1], mSums.shape[0], Int32(1))
-        thread, number = cute.arch.thread_idx()[0], head * mSums.shape[1] + tile
-        words = SCHEDULER_WORDS + CLEARING_WORDS
-        if thread == 0:
-            mCounter[words + number] = Int32(0)
-        if thread < words and number == 0:
-            mCounter[thread] = Int32(0)
-        place = find_query_tile(mPlan, sequences, mO.shape[0], tile, self.config.tile_m)
-        seqlens, sums = place.seqlens, mSums[head, tile, None, None]
-        row = place.m_block * self.config.tile_m
-        is_left = row >= 0 and row < seqlens.seqlen_q and seqlens.seqlen_k > 0
-        parts = Int32(0) if is_left else sums.shape[0]
-        layout = cute.make_layout((parts, sums.shape[1]), stride=sums.stride)
-        tensors = mO, mdO, mLSE, mdLSE, mLSE2, mDelta
-        self._prepare_packed(tensors, place, head, cute.make_tensor(sums.iterator, layout))

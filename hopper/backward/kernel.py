@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.pipeline import PipelineState
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.backward.step import SCHEDULER_WORDS
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
 from cute_kernels.key_mask import KeyMask
@@ -214,7 +215,8 @@ class BackwardKernel:
                     Clearing(c, mdQ, mCounter).run(work)
             if const_expr(c.ordered):
                 if warp_idx - 1 < c.stages and warp_idx > 0:
-                    added = cute.make_tensor(mCounter.iterator + 2, cute.make_layout(mdQ.shape[2]))
+                    behind = mCounter.iterator + SCHEDULER_WORDS
+                    added = cute.make_tensor(behind, cute.make_layout(mdQ.shape[2]))
                     Courier(c, pipes.ds, dq_memory, mdQ, added, warp_idx - 1).run(work)
         else:
             cute.arch.setmaxregister_increase(c.registers.consumer)

@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp
 from cutlass.utils import hopper_helpers
 
+from cute_kernels.backward.step import SCHEDULER_WORDS
 from cute_kernels.dropout import multiply_all
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
@@ -108,7 +109,7 @@ class PairedBackwardKernel:
         stream,
     ):
         """Launch. The arguments are those of ``BackwardKernel``; mdQ has a part for each warpgroup of the cluster. Of
-        mCounter the first two are not used, and with ``ordered`` there is one for each warp of a part."""
+        mCounter the SCHEDULER_WORDS are not used, and with ``ordered`` there is one for each warp of a part."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         self._launch(tensors, NO_OPTIONS, softmax_scale, stream)
 
@@ -121,7 +122,7 @@ class PairedBackwardKernel:
         m_ends = batch.m_ends(mdQ)
         mdQ = batch.view_sums(mdQ)
         counts = cute.make_layout((WARPS_PER_WARPGROUP, *mdQ.shape[1:]))
-        mTurns = cute.make_tensor(mCounter.iterator + 2, counts)
+        mTurns = cute.make_tensor(mCounter.iterator + SCHEDULER_WORDS, counts)
         layouts = self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()

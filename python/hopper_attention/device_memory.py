@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
+from cute_kernels.backward.step import SCHEDULER_WORDS
 from hopper_attention._kernels import kept_argument
 from hopper_attention.layout import new_layout
 
@@ -109,7 +110,7 @@ class GraphCounters:
             if device_index not in self._free:
                 zeros = _zeros_apart(self._count * COUNTER_STEP, device_index)
                 starts = range(0, zeros.numel(), COUNTER_STEP)
-                self._free[device_index] = (zeros[start : start + 2] for start in starts)
+                self._free[device_index] = (zeros[start : start + SCHEDULER_WORDS] for start in starts)
 
     def take(self, device_index: int) -> Tensor | None:
         """One that nothing else has; None if none was made, or all are in use."""
@@ -121,8 +122,8 @@ _graph_counters = GraphCounters()
 
 
 def tile_counter(device_index: int) -> Any:
-    """Two int32 zeros with which the CTAs of one launch share out the tiles, as an argument of the kernel, which leaves
-    them zero.
+    """SCHEDULER_WORDS int32 zeros with which the CTAs of one launch share out the tiles, as an argument of the
+    kernel, which leaves them zero.
 
     Launches on one stream run one after the other and so can share a counter: it is kept, which saves a
     memset a call. Two streams may run at the same time, so each has its own. A captured graph may be replayed
@@ -135,12 +136,14 @@ def tile_counter(device_index: int) -> Any:
     if stream and torch.cuda.is_current_stream_capturing():
         counter = _graph_counters.take(device_index)
         return (
-            torch.zeros(2, dtype=torch.int32, device=f"cuda:{device_index}") if counter is None else counter
+            torch.zeros(SCHEDULER_WORDS, dtype=torch.int32, device=f"cuda:{device_index}")
+            if counter is None
+            else counter
         )
     key = device_index, stream
     counter = _tile_counters.get(key)
     if counter is None:
-        counter = _tile_counters.setdefault(key, kept_argument(_zeros_apart(2, device_index)))
+        counter = _tile_counters.setdefault(key, kept_argument(_zeros_apart(SCHEDULER_WORDS, device_index)))
         _graph_counters.prepare(device_index)
     return counter
 

@@ -392,9 +392,9 @@ def _with_new_tokens(shape: CacheShape, named: dict[str, TensorSpec]) -> CacheSh
             "cache_seqlens is None, allowed with k and v: an int or int32 (batch,), where the new tokens begin"
         )
     k, v = named["k"], named["v"]
-    leading = ("total_new",) if shape.is_packed_new else (str(shape.batch), "seqlen_new")
-    wanted = f"({', '.join(leading)}, {shape.kv_heads}"
-    _check_dims("k", k, len(leading) + 2, f"{wanted}, {shape.head_dim})")
+    leading = "total_new" if shape.is_packed_new else f"{shape.batch}, seqlen_new"
+    wanted = f"({leading}, {shape.kv_heads}"
+    _check_dims("k", k, 3 if shape.is_packed_new else 4, f"{wanted}, {shape.head_dim})")
     if k.shape[-2:] != (shape.kv_heads, shape.head_dim) or (
         not shape.is_packed_new and k.shape[0] != shape.batch
     ):

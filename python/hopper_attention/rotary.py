@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopper_attention.checks import check_are_tensors
 from hopper_attention.launch.rotation import TABLE_NAMES, Angles
 from hopper_attention.launch.rotation import rotate as launch
 from hopper_attention.transforms import differentiable
@@ -35,6 +36,7 @@ def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
         q and k, rotated, new contiguous tensors.
 
     Raises:
+        TypeError: one of them is not a tensor.
         ValueError: shapes, dtypes or devices do not agree.
         NotImplementedError: cos or sin need a gradient.
     """
@@ -56,6 +58,7 @@ def rotate_by(q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    check_are_tensors(q=q, k=k, cos=cos, sin=sin)
     for name, x in (("q", q), ("k", k)):
         if x.dim() != 4 or x.shape[:2] != q.shape[:2] or x.shape[3] != q.shape[3]:
             wanted = (

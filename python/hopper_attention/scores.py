@@ -215,7 +215,8 @@ def check_scores(scores: Scores, batch: int, heads: int, dtype: torch.dtype, dev
         slopes = TensorSpec.of(scores.alibi_slopes)
         if slopes.dtype != torch.float32:
             raise TypeError(f"alibi_slopes has dtype {slopes.dtype}, allowed: torch.float32")
-        if tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        # Not "in" a tuple of both, which torch.compile decides without asking what sizes it does not know are.
+        if slopes.shape != (heads,) and slopes.shape != (batch, heads):
             raise ValueError(
                 f"alibi_slopes has shape {tuple(slopes.shape)}, allowed: (heads,) or (batch, heads), "
                 f"({heads},) or ({batch}, {heads})"

@@ -35,8 +35,12 @@ LARGEST_POWER = 16
 """The largest exponent of a power, which becomes so many products."""
 
 USE_INSTEAD = (
-    "use + - * / // % ** with a constant, comparisons, & | ~, tensor[indices], hopper_attention.mods"
+    "use + - * / // % ** with a constant, comparisons, & | ^ ~ << >>, tensor[indices], hopper_attention.mods"
 )
+
+
+class UntracedAttributeError(AttributeError, TypeError):
+    """A traced value has no such attribute: a TypeError, as of all that cannot be traced, that ``hasattr`` knows."""
 
 
 class Trace:
@@ -230,7 +234,7 @@ class Value:
         if name == "device":
             # That of whatever the function makes for it: a value is in the kernel.
             return None
-        raise AttributeError(
+        raise UntracedAttributeError(
             f"{self.trace.name} uses .{name} of a value that is traced for a kernel; {USE_INSTEAD}"
         )
 

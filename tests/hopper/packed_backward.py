@@ -46,9 +46,11 @@ def packed_backward_on_numpy(
     arguments.values += [b"\0" * 16] * len(maps)
     if not c.clears_ahead:
         counts = q.shape[1] * tiles * (c.counts_per_tile if c.ordered else 0)
-        counter = torch.zeros(2 + counts, dtype=torch.int32)
+        counter = torch.zeros(SCHEDULER_WORDS + counts, dtype=torch.int32)
     _launch(c, arguments, k, (sums, counter), (plan, number), (scale, *sides), rules, timing, ctas)
-    assert not counter[:2].any(), "the next launch would begin with tiles that this one has counted"
+    assert not counter[:SCHEDULER_WORDS].any(), (
+        "the next launch would begin with tiles that this one has counted"
+    )
 
     finish_on_numpy(c, sums, dq, (plan, number), scale)
     return dq, dk, dv
@@ -113,7 +115,9 @@ def _launch(
     heads, tiles, *_ = sums.shape
     kv_heads, program, is_paired = k.shape[1], program_of(config), isinstance(config, PairedBackwardConfig)
     arguments.tensor(sums, (tiles * heads,), (sums.stride(2), sums.stride(1)))
-    of_counter = (counter[2:], (tiles * heads,), ()) if is_paired else (counter, (len(counter),), ())
+    of_counter = (
+        (counter[SCHEDULER_WORDS:], (tiles * heads,), ()) if is_paired else (counter, (len(counter),), ())
+    )
     arguments.tensor(*of_counter)
     arguments.add(*scale_and_sides)
     arguments.tensor(plan, tuple(plan.shape), ())

@@ -13,7 +13,9 @@ from torch import Tensor
 from cute_kernels.backward.step import FEW_KEYS
 from hopper.backward.config import BackwardConfig, select_backward_config
 from hopper_attention.dropout import kept_steps
+from hopper_attention.functions import trace_functions
 from hopper_attention.reference import attention_naive
+from tests.function_examples import Example, draw_example, relative_bias
 from tests.hopper.on_numpy import NO_RULES, Rules
 from tests.hopper.packed_backward import packed_backward_on_numpy
 from tests.hopper.test_backward_windows import DTYPES, EPSILON, LATE
@@ -23,6 +25,9 @@ PHILOX = torch.tensor([0x123456789ABCDEF, 0x7EDCBA9876543210])
 LENGTHS_Q, LENGTHS_K = (33, 20, 70, 9, 40), (1, 3, FEW_KEYS, FEW_KEYS + 1, 140)
 Q, K = Packed.of(LENGTHS_Q, behind=3), Packed.of(LENGTHS_K, behind=5)
 """Sequences of up to ``FEW_KEYS`` keys and of more, which a caller has promised not to have."""
+
+SLOPES = torch.tensor([[0.5, 0.25], [0.1, 0.7], [0.2, 0.05], [0.3, 0.4], [0.0, 0.6]])
+"""Of ALiBi, for each sequence and head."""
 
 OFFSET = 6.0
 """Of V where there are few keys. In 16 bits O loses bits that dP and its mean do not: what they differ by is small."""
@@ -47,7 +52,10 @@ def exact_of(
         for x, at, number in zip(inputs, (at_q, at_q, at_k, at_k), (rows, rows, keys, keys), strict=True)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    # Dropout goes by the number of a sequence: this one is the last of as many that are alike.
+    options = dict(options)
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = options["alibi_slopes"][: sequence + 1]
+    # Dropout, slopes and functions go by the number of a sequence: this one is the last of as many that are alike.
     out, lse = attention_naive(*(x.expand(sequence + 1, *x.shape) for x in leaves), **options)
     of_lse = torch.where(lse[-1] > -torch.inf, dlse[:, at_q : at_q + rows].double(), 0.0)
     lse_or_zero = lse[-1].masked_fill(lse[-1] == -torch.inf, 0.0)
@@ -100,6 +108,13 @@ CASES = {
     "d192 softcap in a window": (("float16", 192, False), {"softcap": 2.0, "window": (3, 2)}),
     "d192 causal, of the lse": (("bfloat16", 192, True), {"has_dlse": True}),
     "d256 dropout": (("bfloat16", 256, False), {"dropout_p": 0.25}),
+    "d96 softcap and slopes": (("float16", 96, True), {"softcap": 2.0, "alibi": True}),
+    "d128 functions that bend": (("bfloat16", 128, False), {"functions": draw_example(2, Q.batch)}),
+    "d64 softcap, bent again": (
+        ("float16", 64, True),
+        {"functions": draw_example(2, Q.batch), "softcap": 2.0},
+    ),
+    "d256 softcap, a bias": (("bfloat16", 256, True), {"functions": relative_bias(2), "softcap": 2.0}),
 }
 
 
@@ -107,13 +122,18 @@ CASES = {
 def test_gradients(name: str) -> None:
     (dtype, head_dim, causal), changes = CASES[name]
     window, p, softcap = changes.get("window"), changes.get("dropout_p", 0.0), changes.get("softcap", 0.0)
+    slopes, example = SLOPES if "alibi" in changes else None, changes.get("functions", Example())
+    captured = trace_functions(example.score_mod, example.mask_mod)
     features = {"window": window is not None, "softcap": bool(softcap), "dropout": bool(p)}
-    features |= {"ordered": changes.get("ordered", False)}
+    features |= {"ordered": changes.get("ordered", False), "alibi": slopes is not None}
+    features |= {"functions": captured.functions}
     config = select_backward_config(dtype, head_dim, head_dim, causal, layout="varlen", **features)
     config = replace(config, few_keys=True, clears_ahead=False)
-    rules = replace(NO_RULES, softcap=softcap, **({"philox": PHILOX, "kept": kept_steps(p)} if p else {}))
-    options: dict[str, Any] = {"causal": causal, "softcap": softcap, "dropout_p": p}
+    rules = replace(NO_RULES, softcap=softcap, slopes=slopes, captured=captured)
+    rules = replace(rules, **({"philox": PHILOX, "kept": kept_steps(p)} if p else {}))
+    options: dict[str, Any] = {"causal": causal, "softcap": softcap, "dropout_p": p, **vars(example)}
     options |= {"philox": PHILOX} if p else {}
+    options |= {} if slopes is None else {"alibi_slopes": slopes}
     options |= dict(zip(("window_left", "window_right"), window or (), strict=False))
     has_dlse = changes.get("has_dlse", False)
     for sequence, (ours, exact) in enumerate(run(config, rules, window or (), has_dlse, options)):

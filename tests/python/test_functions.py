@@ -244,6 +244,7 @@ def branches(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         (lambda s, b, h, q, k: math.tanh(s), TypeError, "score_mod asks in Python for a value"),
         (lambda s, b, h, q, k: torch.softmax(s, 0), TypeError, "score_mod calls torch.softmax"),
         (lambda s, b, h, q, k: s.cos(), AttributeError, "score_mod uses .cos"),
+        (lambda s, b, h, q, k: s.item(), TypeError, r"score_mod uses .item .*; use .*& \| \^ ~ << >>"),
         (lambda s, b, h, q, k: s + S, TypeError, r"score_mod uses a tensor of shape \(3, 4\) as a number"),
         (lambda s, b, h, q, k: s + S[h], TypeError, r"score_mod uses a tensor of shape \(4,\) as a number"),
         (lambda s, b, h, q, k: s + N[h, q], IndexError, "score_mod gives 2 indices"),

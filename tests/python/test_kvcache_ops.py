@@ -74,6 +74,20 @@ def test_compiled_decode_writes_the_cache(cache_dtype: torch.dtype) -> None:
             call["cache_seqlens"] = call["cache_seqlens"] + 1
 
 
+@pytest.mark.parametrize("packed_new", [False, True])
+def test_compiled_appending_of_any_batch(packed_new: bool) -> None:
+    """Its size is not known where it is traced."""
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (3, 5):
+        case = CacheCase(lengths=(5,) * batch, new=(2,) * batch, packed_new=packed_new)
+        calls = [case.build(torch.bfloat16) for _ in range(2)]
+        got, wanted = (
+            run(**call) for run, call in zip((compiled, flash_attn_with_kvcache), calls, strict=True)
+        )
+        assert torch.equal(got, wanted) and torch.equal(*(bits(call["k_cache"]) for call in calls))
+
+
 def test_compiled_with_one_length_and_views_of_one_tensor() -> None:
     case = CacheCase(lengths=(5, 5, 5), new=(2, 2, 2), head_dims=(32, 32))
 

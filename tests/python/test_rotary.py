@@ -74,6 +74,13 @@ def test_errors_name_the_argument(changes: dict[str, Any], message: str) -> None
         apply_rotary(**arguments)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "cos", "sin"])
+def test_what_is_no_tensor_is_named(name: str) -> None:
+    arguments: dict[str, Any] = dict(zip(("q", "k", "cos", "sin"), draw(), strict=True)) | {name: None}
+    with pytest.raises(TypeError, match=f"{name} is a NoneType, allowed: a torch.Tensor"):
+        apply_rotary(**arguments)
+
+
 def test_tables_have_no_gradient() -> None:
     q, k, cos, sin = draw()
     with pytest.raises(NotImplementedError, match="cos or sin needs a gradient"):

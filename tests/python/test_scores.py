@@ -223,6 +223,17 @@ def test_compiles_as_one_graph(dynamic: bool, lengths: tuple[int, ...]) -> None:
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_slopes_that_are_no_input_compile_with_any_heads() -> None:
+    torch._dynamo.reset()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, alibi_slopes=torch.arange(4.0))
+
+    inputs = qkv(9, 9)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(*inputs), attend(*inputs))
+
+
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_torch_func(name: str) -> None:
     tensors = [torch.stack([x, 2 * x]) for x in qkv()]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.backward.step import BackwardStep
+from cute_kernels.backward.step import SCHEDULER_WORDS, BackwardStep
 from hopper.backward.config import BackwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
@@ -430,11 +430,11 @@ def run_backward(
 
 
 def backward_counter(config: KernelConfig, sums: Tensor) -> Any:
-    """int32 zeros: the two of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
+    """int32 zeros: those of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
     if not config.ordered and sums.is_cuda:
         return device_memory.tile_counter(sums.device.index)
     counts = math.prod(sums.shape[:-2]) * config.counts_per_tile if config.ordered else 0
-    return torch.zeros(2 + counts, dtype=torch.int32, device=sums.device)
+    return torch.zeros(SCHEDULER_WORDS + counts, dtype=torch.int32, device=sums.device)
 
 
 def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:

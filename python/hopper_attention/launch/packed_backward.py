@@ -77,12 +77,10 @@ class PackedBackwardLauncher(Launcher):
         dout, out, q, k, v = map(make_packed_addressable, (dout, out, q, k, v))
         plan = self.planner(*lengths, totals, c.tile_n, OF_KEYS)
         dlse_rows = no_rows(lse.shape[0], lse.device) if dlse is None else dlse.contiguous()
-        # With ``clears_ahead`` it is the last piece, which ``prepare`` makes zero.
-        counter_piece = work.arguments[3:]
-        self.prepare(
-            out, dout, lse.contiguous(), dlse_rows, *work.arguments[:3], plan, sequences, *counter_piece
-        )
-        counter = counter_piece[0] if counter_piece else backward.backward_counter(c, work.tensors[2])
+        # The last piece, which ``prepare`` makes zero.
+        cleared = work.arguments[3] if c.clears_ahead else None
+        self.prepare(out, dout, lse.contiguous(), dlse_rows, *work.arguments[:3], plan, sequences, cleared)
+        counter = cleared if c.clears_ahead else backward.backward_counter(c, work.tensors[2])
         given = (window_left, window_right, attention_chunk) if c.window else ()
         sides = kernel_sides(*given)
         options = backward.kernel_options(c, sides, (plan, sequences), scores, q)

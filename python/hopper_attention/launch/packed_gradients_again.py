@@ -104,10 +104,10 @@ def _steps(
     behind = backward.kernel_options(config, sides, (plan, sequences), NO_SCORES, tensors.q)
     no_dlse = no_rows(tensors.lse.shape[0], tensors.lse.device)
     memory = lse_log2, delta, sums
-    counted = (counter,) if config.clears_ahead else ()
+    cleared = counter if config.clears_ahead else None
     return [
         Step(launcher.planner.kernel, (cu_seqlens_q, cu_seqlens_k, used_q, used_k, plan, *of_plan)),
-        Step(launcher.prepare, (out, dout, lse, no_dlse, *memory, plan, sequences, *counted)),
+        Step(launcher.prepare, (out, dout, lse, no_dlse, *memory, plan, sequences, cleared)),
         Step(launcher.kernel, (q, k, v, dout, *memory, dk, dv, counter, scale, *behind, *launcher.grid)),
         Step(launcher.finish, (sums, dq, plan, sequences, scale)),
     ]

@@ -14,7 +14,8 @@ from torch import Tensor
 from benchmarks import rmse, sanitize, tune
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_configs
 from cute_kernels.ampere.config import select_ampere_forward_config
-from hopper.backward.config import shipped_backward_configs
+from cute_kernels.backward.step import FEW_KEYS
+from hopper.backward.config import BackwardConfig, shipped_backward_configs
 from hopper.config import ForwardConfig, Registers
 from hopper.forward.tilings import select_forward_config, shipped_forward_configs
 from hopper_attention import compile_cache
@@ -229,6 +230,45 @@ def test_the_sanitizer_runs_gradients_of_packed_sequences(
     assert len({config.name for config in configs}) == 2 and all(c.clears_ahead for c in configs)
     verdict = sanitize.run_packed_backward_case(configs[0], "cpu")
     assert verdict.startswith(wrong) and bool(verdict) == bool(wrong)
+
+
+@dataclass(frozen=True)
+class EachGradients:
+    """A launcher of packed sequences that has the tiled reference for its kernels, of each one."""
+
+    config: BackwardConfig
+    change: Callable[[Tensor], None]
+    grid: tuple[int, ...] = (132,)
+
+    def __call__(self, dout, dlse, q, k, v, out, lse, of_q, of_k, *rest) -> tuple[Tensor, ...]:
+        assert self.grid == ((sanitize.CTAS,) if self.config.is_persistent else ()) and rest[3] == FEW_KEYS
+        found = [torch.zeros_like(x) for x in (q, k, v)]
+        for begin, end, first, last in zip(of_q[:-1], of_q[1:], of_k[:-1], of_k[1:], strict=True):
+            rows, keys = slice(begin, end), slice(first, last)
+            parts = q[None, rows], k[None, keys], v[None, keys], out[None, rows], lse[None, :, rows]
+            options = {"causal": self.config.causal, "softmax_scale": rest[4]}
+            each = tiled_backward(dout[None, rows], dlse, *parts, **options)
+            for x, y, where in zip(found, each, (rows, keys, keys), strict=True):
+                x[where] = y[0]
+        self.change(found[0])
+        return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"), [(lambda dq: None, ""), (lambda dq: dq[160].zero_(), "error of dq")]
+)
+def test_the_sanitizer_runs_gradients_of_few_keys(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], None], wrong: str
+) -> None:
+    monkeypatch.setattr(
+        sanitize, "make_packed_backward_launcher", lambda config, device: EachGradients(config, change)
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    configs = sanitize.few_keys_configs()
+    assert len({config.name for config in configs}) == 8 and all(c.few_keys for c in configs)
+    for config in configs:
+        verdict = sanitize.run_few_keys_case(config, "cpu")
+        assert verdict.startswith(wrong) and bool(verdict) == bool(wrong)
 
 
 @pytest.mark.parametrize(("family", "count"), [("ampere_forward", 28), ("ampere_backward", 48)])
