@@ -6,9 +6,10 @@
 
 The cold runs of all pages are made side by side, each with a cache of its own, as they mostly compile; those with the
 warm cache one after the other, and the shortest counts. Python's bytecode is kept from start to start, as it is where
-nobody forbids it, so the shortest is a start with files in memory, bytecode and kernels: ``first_starts.py`` has those
-before, and what each is made of. The time is that of the whole process: Python, imports, loading
-of kernels, the example, and the end of what it asked of the GPU. An example that fails is a row that says why.
+nobody forbids it: with ``--warm`` too all pages are run side by side first, which is not timed. So a warm run has its
+files in memory, bytecode and kernels; ``first_starts.py`` has the starts before, and what each is made of. The time is
+that of the whole process: Python, imports, loading of kernels, the example, and the end of what it asked of the GPU. An
+example that fails is a row that says why.
 """
 
 from __future__ import annotations
@@ -130,10 +131,10 @@ def measure(
             return partial(seconds_of, first_example(page), cache, bytecode, limit_s, place)
 
         jobs = [job_of(number) for number in range(len(pages))]
-        cold: list[tuple[float | None, str]] = [(None, "")] * len(jobs)
-        if warm is None:
-            with ThreadPoolExecutor(len(jobs)) as pool:
-                cold = list(pool.map(lambda job: job(), jobs))
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            first = list(pool.map(lambda job: job(), jobs))
+        # With a cache that is warm these leave bytecode, and files in memory.
+        cold = [(None if warm else seconds, failed) for seconds, failed in first]
         rows = []
         for page, job, (cold_s, failed) in zip(pages, jobs, cold, strict=True):
             name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     rows = measure(pages, given.runs, given.seconds, given.warm, given.alone)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = describe_run(FIRST_KIND, {}, Setting(device, ""), given.commit) | {"cores": os.cpu_count()}
-    head["alone"] = given.alone
+    head |= {"alone": given.alone, "bytecode": True}
     write_text(given.out, dump_rows(head | {"limit_s": LIMIT_S}, "rows", [asdict(row) for row in rows]))
     Console(width=None if sys.stdout.isatty() else 150).print(table_of(rows))
     return rows

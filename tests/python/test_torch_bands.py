@@ -92,8 +92,8 @@ def test_a_mask_that_is_too_large_is_left_to_blocks(
     q, k, _ = (x.detach() for x in draw((200, 200, 2, 1, 16, 16), torch.float16))
     terms = Terms(True, 1.0, (9, 0, 0))
     found = attention.find_bands(q, k, terms)
-    assert found is not None and (found.rows, found.number, found.span) == (64, 4, 73)
-    monkeypatch.setattr(bands, "MOST_MASKED", 4 * 64 * 73 * 2 - 1)
+    assert found is not None and (found.rows, found.number, found.span) == (128, 2, 137)
+    monkeypatch.setattr(bands, "MOST_MASKED", 2 * 128 * 137 * 2 - 1)
     assert attention.find_bands(q, k, terms) is None
     assert attention.find_bands(k, k, terms) is not None
     monkeypatch.setattr(attention, "has_onednn", lambda: True)

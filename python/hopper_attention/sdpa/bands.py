@@ -18,8 +18,8 @@ from hopper_attention.reference.tiles import Mask
 from hopper_attention.sdpa.operators import COLUMN_STEP, Operators
 from hopper_attention.sdpa.terms import Terms
 
-FEWEST_ROWS, MOST_ROWS = 64, 256
-"""Queries of a band: as many as a query sees keys, within these."""
+ROWS = 128
+"""Queries of a band, for windows of 64 as of 256 keys."""
 
 MOST_MASKED = 2**24
 """Scores of one head that the mask has an element for."""
@@ -50,8 +50,7 @@ class Bands:
         width = last - first + 1
         if mask.spec.attention_chunk or not 0 < width < seqlen_k:
             return None
-        rows = min(MOST_ROWS, max(FEWEST_ROWS, 1 << (width - 1).bit_length()))
-        return cls(seqlen_q, seqlen_k, first, width, rows)
+        return cls(seqlen_q, seqlen_k, first, width, min(ROWS, seqlen_q))
 
     @property
     def number(self) -> int:
