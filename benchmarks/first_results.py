@@ -5,8 +5,11 @@
     python benchmarks/first_results.py --alone --out F.json   # with nothing installed but what each page asks for
 
 The cold runs of all pages are made side by side, each with a cache of its own, as they mostly compile; those with the
-warm cache one after the other, and the shortest counts. The time is that of the whole process: Python, imports, loading
-of kernels, the example, and the end of what it asked of the GPU. An example that fails is a row that says why.
+warm cache one after the other, and the shortest counts. Python's bytecode is kept from start to start, as it is where
+nobody forbids it: with ``--warm`` too all pages are run side by side first, which is not timed. So a warm run has its
+files in memory, bytecode and kernels; ``first_starts.py`` has the starts before, and what each is made of. The time is
+that of the whole process: Python, imports, loading of kernels, the example, and the end of what it asked of the GPU. An
+example that fails is a row that says why.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environments import make_environment, requirements_of
+from benchmarks.first_starts import with_bytecode
 from hopper_attention.compile_cache import CACHE_DIR_VARIABLE
 from hopper_attention.experiments.bench.peers import Setting
 from hopper_attention.experiments.bench.run import describe_run
@@ -92,13 +96,14 @@ class Place(NamedTuple):
         return cls(str(python), {"PYTHONPATH": os.pathsep.join((str(ROOT / "python"), str(ROOT)))})
 
 
-def seconds_of(program: str, cache: Path, limit_s: float, place: Place) -> tuple[float, str]:
+def seconds_of(program: str, cache: Path, bytecode: Path, limit_s: float, place: Place) -> tuple[float, str]:
     """Of a process that runs it, and why it failed; nothing if it did not."""
+    variables = {**os.environ, **place.variables, CACHE_DIR_VARIABLE: str(cache)}
     begin = time.perf_counter()
     try:
         done = subprocess.run(
             [place.python, "-c", program + AT_THE_END],
-            env={**os.environ, **place.variables, CACHE_DIR_VARIABLE: str(cache)},
+            env=with_bytecode(variables, bytecode),
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -117,18 +122,19 @@ def measure(
 ) -> list[Row]:
     """A row for each page: cold side by side, then warm in turns; warm alone with a cache that is."""
     with tempfile.TemporaryDirectory() as folder:
+        bytecode = Path(folder) / "bytecode"
 
         def job_of(number: int) -> Callable[[], tuple[float, str]]:
             page = pages[number]
             place = Place.alone(page, Path(folder) / f"environment {number}") if is_alone else Place()
             cache = warm.resolve() if warm else Path(folder) / str(number)
-            return partial(seconds_of, first_example(page), cache, limit_s, place)
+            return partial(seconds_of, first_example(page), cache, bytecode, limit_s, place)
 
         jobs = [job_of(number) for number in range(len(pages))]
-        cold: list[tuple[float | None, str]] = [(None, "")] * len(jobs)
-        if warm is None:
-            with ThreadPoolExecutor(len(jobs)) as pool:
-                cold = list(pool.map(lambda job: job(), jobs))
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            first = list(pool.map(lambda job: job(), jobs))
+        # With a cache that is warm these leave bytecode, and files in memory.
+        cold = [(None if warm else seconds, failed) for seconds, failed in first]
         rows = []
         for page, job, (cold_s, failed) in zip(pages, jobs, cold, strict=True):
             name = str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
@@ -169,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     rows = measure(pages, given.runs, given.seconds, given.warm, given.alone)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head = describe_run(FIRST_KIND, {}, Setting(device, ""), given.commit) | {"cores": os.cpu_count()}
-    head["alone"] = given.alone
+    head |= {"alone": given.alone, "bytecode": True}
     write_text(given.out, dump_rows(head | {"limit_s": LIMIT_S}, "rows", [asdict(row) for row in rows]))
     Console(width=None if sys.stdout.isatty() else 150).print(table_of(rows))
     return rows

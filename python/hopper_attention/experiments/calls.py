@@ -133,6 +133,8 @@ def _first_parts(report: Report) -> list[str]:
     if any(row["cold_s"] is not None for row in report["rows"]):
         text = "Seconds of a fresh process, with a cold compile cache and with a warm one; all pages' cold runs side "
         text += f"by side on {report['cores']} cores."
+    if report.get("bytecode"):
+        text += " A warm start has its files in memory and Python's bytecode of an earlier one."
     if report.get("alone"):
         text += " Nothing is installed but what the page asks for."
     table = markdown_table(["page", "cold", "warm", "failed"], rows)

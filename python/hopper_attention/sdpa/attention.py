@@ -16,13 +16,11 @@ from torch import Tensor
 from hopper_attention.autocast import ignores_autocast
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.reference.tiled_backward import tiled_backward
+from hopper_attention.sdpa.bands import Bands, attend_in_bands, differentiate_in_bands, suits_bands
 from hopper_attention.sdpa.blocks import attend_in_blocks, differentiate_in_blocks
-from hopper_attention.sdpa.operators import Operators, operators_for
+from hopper_attention.sdpa.operators import COLUMN_STEP, Operators, operators_for
 from hopper_attention.sdpa.products import LEAST_WORK, has_onednn, has_tiles
 from hopper_attention.sdpa.terms import Terms
-
-COLUMN_STEP = 8
-"""Columns that a head_dim is filled up to a multiple of."""
 
 
 class Piece(NamedTuple):
@@ -78,7 +76,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants_lse: bool = True
         seen = terms.keys_of_one(k.shape[1])
         k, v, terms = k[:, seen], v[:, seen], terms.without_mask
         has_work = k.shape[1] > 0
-    if has_work and suits_blocks(q, k, terms):
+    bands = find_bands(q, k, terms) if has_work else None
+    if bands is not None:
+        operators = operators_for(q, k, v, False, wants_output_alone=not wants_lse)
+        out, lse = attend_in_bands(q, k, v, terms, bands, operators)
+    elif has_work and suits_blocks(q, k, terms):
         out, lse = attend_in_blocks(q, k, v, terms)
     else:
         out, lse = _attend_in_pieces(q, k, v, terms, wants_lse)
@@ -89,6 +91,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, terms: Terms, wants_lse: bool = True
         out.mul_(shares.mT[..., None])
         lse = with_sinks
     return out, lse
+
+
+def find_bands(q: Tensor, k: Tensor, terms: Terms) -> Bands | None:
+    """Those of a window, where torch's fused attention is the fastest that this CPU has."""
+    is_fused = q.device.type == "cpu" and (has_tiles() or not has_onednn())
+    return suits_bands(q, k, terms) if is_fused else None
 
 
 def suits_blocks(q: Tensor, k: Tensor, terms: Terms) -> bool:
@@ -160,10 +168,14 @@ def differentiate(
         return dq, dk, dv
     if are_unusable(q, k, v):
         return tiled_backward(dout, dlse, q, k, v, out, lse, **terms.options)
-    if suits_blocks(q, k, terms):
+    bands = find_bands(q, k, terms)
+    if bands is not None or suits_blocks(q, k, terms):
         # A row without keys has no gradient, whatever is given for it.
         known = dlse if dlse is None else dlse.masked_fill(lse == -math.inf, 0.0)
         if not are_unusable(dout, *(() if known is None else (known,))):
+            if bands is not None:
+                operators = operators_for(q, k, v, False)
+                return differentiate_in_bands(dout, known, q, k, v, out, lse, terms, bands, operators)
             return differentiate_in_blocks(dout, known, q, k, v, out, lse, terms)
     if not terms.is_plain:
         return tiled_backward(dout, dlse, q, k, v, out, lse, **terms.options)

@@ -15,14 +15,19 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from hopper_attention.sdpa.products import has_tiles
+from hopper_attention.sdpa.shares import Rows, share_out
 
 aten = torch.ops.aten
 
-Attend = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
+Attend = Callable[..., tuple[Tensor, Tensor]]
 """(q, k, v, causal, scale) -> (out, lse) of (batch, heads, seqlen, columns); lse is float32 (batch, heads, seqlen)."""
 
 Differentiate = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""(dout, q, k, v, out, lse, causal, scale) -> (dq, dk, dv)."""
+"""(dout, q, k, v, out, lse, causal, scale) -> (dq, dk, dv). Both take a mask after these on a CPU, (1 or batch, 1 or
+heads, seqlen_q, seqlen_k), which is added to the scores."""
+
+COLUMN_STEP = 8
+"""Columns that a head_dim is filled up to a multiple of."""
 
 LSE_ROWS = 256
 """Queries whose scores are in memory at once where the LSE is found beside the output."""
@@ -47,20 +52,38 @@ class Operators:
     differentiate: Differentiate | None
 
 
-def _attend_on_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+def _attend_on_cpu(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    attend = aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
 
 
 def _differentiate_on_cpu(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    kv_heads = k.shape[1]
-    if q.shape[0] * kv_heads < torch.get_num_threads():
-        # Each thread does a key head whole, so that few of them leave threads without work.
-        k, v = _whole_heads(q, k, v)
-    dq, dk, dv = backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+    kv_heads, threads = k.shape[1], torch.get_num_threads()
+
+    def backward(rows: Rows, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, out, lse = rows
+        differentiate = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = differentiate(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        return dq, dk, dv
+
+    rows = dout, q, out, lse
+    if mask is not None or q.shape[0] * kv_heads >= threads:
+        return backward(rows, k, v, causal)
+    whole_k, whole_v = _whole_heads(q, k, v)
+    dq, dk, dv = share_out(backward, rows, whole_k, whole_v, causal, threads)
     return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
 
 

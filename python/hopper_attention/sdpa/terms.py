@@ -32,7 +32,12 @@ class Terms:
     @property
     def is_plain(self) -> bool:
         """Whether torch's fused attention can do it, in pieces: no window, and scores as they are."""
-        return self.sides == FULL_SIDES and not self.softcap and self.alibi_slopes is None
+        return self.sides == FULL_SIDES and self.has_plain_scores
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Whether nothing but a mask is done to them."""
+        return not self.softcap and self.alibi_slopes is None
 
     @property
     def options(self) -> dict[str, Any]:

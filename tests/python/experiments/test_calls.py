@@ -89,6 +89,9 @@ def test_the_page_has_the_reports_that_there_are() -> None:
     assert "Nothing is installed" not in text
     alone = report(FIRST_KIND, limit_s=10.0, rows=rows, alone=True)
     assert "Nothing is installed but what the page asks for." in render_calls({FIRST_KIND: alone})
+    kept = report(FIRST_KIND, limit_s=10.0, rows=rows, bytecode=True)
+    assert "Python's bytecode of an earlier one." in render_calls({FIRST_KIND: kept})
+    assert "bytecode" not in render_calls({FIRST_KIND: alone})
 
 
 def test_the_page_says_what_of_a_backward_pass_is_torchs() -> None:

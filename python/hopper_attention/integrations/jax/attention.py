@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -108,36 +108,39 @@ def flash_attention(
         NotImplementedError: no kernel counts sizes as large as these; the message says so.
     """
     given = causal, softmax_scale, window_size, attention_chunk, softcap, return_lse, deterministic, backend
-    # Checks take as long as half of what JAX takes for a call. What has no hash, or is traced, is checked each time.
+    # Checks take as long as half of what JAX takes for a call, so they are made when it is traced. What has no hash is
+    # checked each time, and so is what is no array, as JAX would say something else of it.
     is_plain = type(window_size) is tuple and PLAIN_VALUES.issuperset(
         map(type, (*given[:2], *given[3:], *window_size))
     )
-    if is_plain and _has_values(q) and _has_values(k) and _has_values(v):
-        arrays = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-        call = _read_again(*arrays, *given)
-    else:
-        call = _read(q, k, v, *given)
-    out, lse = _attend_compiled(call, q, k, v)
-    return (out, lse) if return_lse else out
+    if is_plain and isinstance(q, Array) and isinstance(k, Array) and isinstance(v, Array):
+        return _compiled_as_given(*given)(q, k, v)
+    return _compiled(_read(q, k, v, *given))(q, k, v)
 
 
-def _has_values(x: Any) -> bool:
-    """Whether this is an array whose sizes are numbers."""
-    return isinstance(x, Array) and not isinstance(x, jax.core.Tracer)
-
-
-class Facts(NamedTuple):
-    """What the checks read of an array."""
-
-    shape: tuple[int, ...]
-    dtype: Any
+Attention = Callable[[Array, Array, Array], Array | tuple[Array, Array]]
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS, typed=True)
-def _read_again(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...], *given: Any) -> Call:
-    """``_read`` of arrays by their shapes and dtypes; numbers count with their types."""
-    q, k, v = map(Facts, shapes, dtypes)
-    return _read(q, k, v, *given)
+def _compiled_as_given(*given: Any) -> Attention:
+    """The jitted function of a call's options as they were given; numbers count with their types."""
+
+    def attend(q: Array, k: Array, v: Array) -> Array | tuple[Array, Array]:
+        return _give(_read(q, k, v, *given), q, k, v)
+
+    return cast(Attention, jax.jit(attend))
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def _compiled(call: Call) -> Attention:
+    """That of a call that was checked."""
+    return cast(Attention, jax.jit(partial(_give, call)))
+
+
+def _give(call: Call, q: Array, k: Array, v: Array) -> Array | tuple[Array, Array]:
+    """What the caller asked for."""
+    out, lse = _attend(call, q, k, v)
+    return (out, lse) if call.returns_lse else out
 
 
 def _read(
@@ -175,7 +178,7 @@ def _check_arrays(q: Any, k: Any, v: Any) -> None:
     """Raise ValueError or TypeError unless q, k and v make a problem of 16 bits."""
     specs = []
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, (jax.Array, Facts)):
+        if not isinstance(x, jax.Array):
             raise TypeError(f"{name} is a {type(x).__name__}, allowed: a jax.Array")
         if x.dtype.name not in TORCH_DTYPES:
             raise TypeError(f"{name} has dtype {x.dtype.name}, allowed: {', '.join(TORCH_DTYPES)}")
@@ -207,7 +210,6 @@ def _differentiate(call: Call, saved: Arrays, gradients: Result) -> Gradients:
 
 
 _attend.defvjp(_attend_and_save, _differentiate)
-_attend_compiled = jax.jit(_attend, static_argnums=0)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
