@@ -213,14 +213,15 @@ class DecodeKernel:
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
         wide, raw = self._keys(storage, atoms, caches, row_scales)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
 
         # The kernel that puts parts together waits for this one, but reads lengths before that: it may not come before
         # what writes them has ended.
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         page_size = caches[0].shape[0]
+        # Lengths are under way while barriers are made.
         work = self._work(lists, mQ, lane)
+        cute.arch.sync_threads()
         first_producer = c.threads // cute.arch.WARP_SIZE - (
             WARPS_PER_WARPGROUP if const_expr(c.registers) else PRODUCER_WARPS
         )
