@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import PAIRED_TILE_M, DecodeConfig, takes_clusters
-from hopper.decode.schedule import heads_together
+from hopper.decode.schedule import Pieces, heads_together
 from hopper_attention import decode_rules, driver, explain_kvcache
 from hopper_attention.backends import Target
 from hopper_attention.decode_rules import (
     CTA_STEP,
     MAX_PARTS,
     ctas_of_pieces,
+    even_ctas,
     in_clusters,
     select_decode,
     serving_config,
@@ -368,6 +370,48 @@ def test_ctas_of_pieces(multiprocessors: int, ctas: int) -> None:
 def test_ctas_for_all_heads_of_a_sequence(kv_heads: int, ctas: int, together: int) -> None:
     assert ctas_of_pieces(132, 1000, kv_heads) == ctas
     assert heads_together(kv_heads, ctas) == together
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tiles", "any_lengths", "one_length"),
+    [
+        (1, 1, 64, 64),
+        (1, 79, 128, 128),
+        (1, 80, 128, 80),
+        (1, 119, 128, 119),
+        (1, 120, 120, 120),
+        (1, 132, 132, 132),
+        (1, 133, 128, 128),
+        (1, 238, 128, 119),
+        (1, 240, 120, 120),
+        (1, 261, 128, 128),
+        (1, 264, 132, 132),
+        (1, 396, 132, 132),
+        (1, 400, 128, 128),
+        (2, 118, 128, 118),
+        (2, 130, 130, 130),
+        (4, 108, 128, 128),
+        (4, 112, 128, 112),
+        (4, 264, 128, 132),
+        (8, 120, 128, 128),
+        (8, 264, 128, 132),
+    ],
+)
+def test_ctas_have_whole_tiles_where_these_are_enough(
+    kv_heads: int, tiles: int, any_lengths: int, one_length: int
+) -> None:
+    assert ctas_of_pieces(132, tiles, kv_heads) == any_lengths
+    assert ctas_of_pieces(132, tiles, kv_heads, has_one_length=True) == one_length
+    if one_length != even_ctas(132, tiles, kv_heads):
+        pieces = Pieces(tiles * 7, one_length)
+        assert all(pieces.begin(cta) % 7 == 0 for cta in range(one_length))
+
+
+def test_no_smaller_gpu_has_more_ctas() -> None:
+    """The C library's workspace is for the largest one."""
+    for kv_heads, batch in product((1, 2, 3, 8), range(400)):
+        most = ctas_of_pieces(132, batch * kv_heads, kv_heads)
+        assert all(ctas_of_pieces(sms, batch * kv_heads, kv_heads) <= min(sms, most) for sms in range(1, 132))
 
 
 def table(arguments: dict[str, Any]) -> Tensor:
