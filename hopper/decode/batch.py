@@ -102,9 +102,12 @@ class CacheBatch(LoopInvariant):
             blocks = Int32(self.blocks(seqlens).count)
             units = blocks * self.tiles(seqlens)
         upto = units
-        for i in cutlass.range_constexpr(LANES.bit_length() - 1):
-            below = cute.arch.shuffle_sync_up(upto, offset=1 << i)
-            upto += below if lane >= (1 << i) else Int32(0)
+        if self.batch > 1:
+            for i in cutlass.range_constexpr(LANES.bit_length() - 1):
+                below = cute.arch.shuffle_sync_up(upto, offset=1 << i)
+                upto += below if lane >= (1 << i) else Int32(0)
+        else:
+            upto = cute.arch.shuffle_sync(units, offset=0)
         return LaneBlocks(blocks, units, upto)
 
     @cute.jit
