@@ -155,13 +155,17 @@ def lasting_config(call: CacheCall) -> DecodeConfig | None:
     return next(for_one_sequence(config, shape.kv_heads), config) if shape.batch == 1 else config
 
 
+MOST_HEADS_OF_ONE = 16
+"""K/V heads for which ``for_one_sequence`` has another config."""
+
+
 def for_one_sequence(config: DecodeConfig, kv_heads: int) -> Iterator[DecodeConfig]:
     """The config that serves in place of one without clusters where there is one sequence, if another one does: with
     blocks of half as many keys, so that less is left to do when the last one has come. Measured at head_dim 128 in 16
-    bits with up to 32 rows, and 1 % slower for one K/V head (``decode_starts.json``)."""
+    bits with up to 32 rows, and 1 % slower for one K/V head and for 32 (``decode_starts.json``)."""
     c = config
     is_measured = (c.head_dim, c.head_dim_v, c.tile_m, c.cache_dtype) == (128, 128, 32, "")
-    if is_measured and kv_heads > 1 and takes_clusters(c):
+    if is_measured and 1 < kv_heads <= MOST_HEADS_OF_ONE and takes_clusters(c):
         tile_n = c.tile_n // 2
         yield replace(c, tile_n=tile_n, stages=2 * c.stages, box_rows=min(c.box_rows, tile_n))
 
