@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_kernels.integers import ceil_div, divide, maximum, minimum
+from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.problem import VARLEN
 from cute_kernels.seqlen import SeqlenInfo
@@ -16,6 +16,16 @@ from hopper.decode.config import DecodeConfig
 from hopper.decode.schedule import SequenceBlocks
 
 LANES = 32
+
+
+@dataclass(frozen=True)
+class LaneBlocks(LoopInvariant):
+    """What each lane of a warp knows of a sequence: the key blocks of each of its tiles, one at least, those of all
+    of its tiles, none where there is no sequence, and the sum of these with those of the lanes before."""
+
+    blocks: Int32
+    units: Int32
+    upto: Int32
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class CacheBatch(LoopInvariant):
 
     def row_tiles(self, seqlens: SeqlenInfo) -> Any:
         """Tiles of a K/V head."""
-        return ceil_div(seqlens.seqlen_q * self.group, self.config.tile_m)
+        return divide(seqlens.seqlen_q * self.group + self.config.tile_m - 1, self.config.tile_m)
 
     def tiles(self, seqlens: SeqlenInfo) -> Any:
         return self.row_tiles(seqlens) * self.kv_heads
@@ -84,12 +94,32 @@ class CacheBatch(LoopInvariant):
         return units
 
     @cute.jit
-    def all_units(self, lane: Int32) -> Int32:
-        """Of all sequences, by the lanes of a warp."""
-        units = Int32(0)
-        for first in cutlass.range(0, self.batch, LANES, unroll=1):
-            units += self.units(first + lane)
-        return cute.arch.warp_reduction_sum(units)
+    def scan(self, first: Int32, lane: Int32) -> "LaneBlocks":
+        """Of LANES sequences from ``first`` on, one a lane."""
+        blocks, units, sequence = Int32(1), Int32(0), first + lane
+        if sequence < self.batch:
+            seqlens = self.seqlens(sequence)
+            blocks = Int32(self.blocks(seqlens).count)
+            units = blocks * self.tiles(seqlens)
+        upto = units
+        if self.batch > 1:
+            for i in cutlass.range_constexpr(LANES.bit_length() - 1):
+                below = cute.arch.shuffle_sync_up(upto, offset=1 << i)
+                upto += below if lane >= (1 << i) else Int32(0)
+        else:
+            upto = cute.arch.shuffle_sync(units, offset=0)
+        return LaneBlocks(blocks, units, upto)
+
+    @cute.jit
+    def all_units(self, scanned: "LaneBlocks", lane: Int32) -> Int32:
+        """Key blocks of all sequences, by the lanes of a warp; ``scanned`` are the first LANES of them."""
+        units = cute.arch.shuffle_sync(scanned.upto, offset=LANES - 1)
+        if self.batch > LANES:
+            more = Int32(0)
+            for first in cutlass.range(LANES, self.batch, LANES, unroll=1):
+                more += self.units(first + lane)
+            units += cute.arch.warp_reduction_sum(more)
+        return units
 
     def tile_at(self, number: Int32) -> tuple[Int32, Int32]:
         """The sequence and number of a tile among those of all sequences, which have as many as each other."""
@@ -106,22 +136,32 @@ class CacheBatch(LoopInvariant):
         return cute.arch.warp_reduction_sum(units)
 
     @cute.jit
-    def locate(self, unit: Int32, lane: Int32) -> tuple[Int32, Int32]:
-        """The sequence that has a block, and the first block of that sequence; (batch, all blocks) for one behind
-        all."""
-        sequence, before, passed = Int32(0), Int32(0), Int32(LANES)
-        while passed == LANES and sequence < self.batch:
-            own = self.units(sequence + lane)
-            upto = own
-            for i in cutlass.range_constexpr(LANES.bit_length() - 1):
-                below = cute.arch.shuffle_sync_up(upto, offset=1 << i)
-                upto += below if lane >= (1 << i) else Int32(0)
-            # Lanes behind the last sequence have no block, and so are passed with it.
+    def locate(self, unit: Int32, scanned: "LaneBlocks", lane: Int32) -> tuple[Int32, Int32, Int32]:
+        """The sequence and number of the tile that has a block, and the first block of that tile; (batch, 0, all
+        blocks) for one behind all. ``scanned`` are the first LANES sequences."""
+        sequence, before = Int32(0), Int32(0)
+        blocks, units, upto = scanned.blocks, scanned.units, scanned.upto
+        # Lanes behind the last sequence have no block, and so are passed with it.
+        passed = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= unit))
+        while passed == LANES and sequence + LANES < self.batch:
+            before += cute.arch.shuffle_sync(upto, offset=LANES - 1)
+            sequence += LANES
+            following = self.scan(sequence, lane)
+            blocks, units, upto = following.blocks, following.units, following.upto
             passed = cute.arch.popc(cute.arch.vote_ballot_sync(before + upto <= unit))
-            last_passed = cute.arch.shuffle_sync(upto, offset=maximum(passed - 1, 0))
-            before += last_passed if passed > 0 else Int32(0)
-            sequence += passed
-        return minimum(sequence, self.batch), before
+        # Every lane as if the block were of its sequence, before it is known of which.
+        begin = before + upto - units
+        tile = divide(maximum(unit - begin, 0), blocks)
+        start = begin + tile * blocks
+        is_behind = passed == LANES
+        found = minimum(passed, LANES - 1)
+        tile, start = (cute.arch.shuffle_sync(x, offset=found) for x in (tile, start))
+        all_before = before + cute.arch.shuffle_sync(upto, offset=LANES - 1)
+        return (
+            self.batch if is_behind else sequence + passed,
+            Int32(0) if is_behind else tile,
+            all_before if is_behind else start,
+        )
 
     @cute.jit
     def following(self, sequence: Int32, tile: Int32, tiles: Int32) -> tuple[Int32, Int32]:

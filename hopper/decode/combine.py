@@ -61,18 +61,17 @@ class Combine(LoopInvariant):
             sequence = divide(work.cta, tiles)
             number = work.cta - sequence * tiles
             start = work.batch.units_before(sequence, self.lane)
+            start += number * work.batch.blocks(work.batch.seqlens(sequence)).count
         else:
             unit = work.pieces.begin(work.cta + 1) - 1
             if const_expr(c.layout == VARLEN):
                 # Perhaps no sequence has a query.
                 unit = maximum(unit, 0)
-            sequence, start = work.batch.locate(unit, self.lane)
-            if sequence < work.batch.batch:
-                number = divide(unit - start, work.batch.blocks(work.batch.seqlens(sequence)).count)
+            sequence, number, start = work.tile_of(unit, self.lane)
         has_tile = sequence < work.batch.batch
         seqlens = work.batch.seqlens(minimum(sequence, work.batch.batch - 1))
         blocks = work.batch.blocks(seqlens).count
-        tile = work.parts(start + number * blocks, blocks)
+        tile = work.parts(start, blocks)
         row_tiles = maximum(work.batch.row_tiles(seqlens), 1)
         head = divide(number, row_tiles)
         first_of_tile = (number - head * row_tiles) * c.tile_m

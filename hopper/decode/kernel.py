@@ -46,6 +46,11 @@ another. Beside two consumers there is no room for them to wait in, and behind t
 MOST_ROWS = 4
 """Of a tile, that such a CTA adds up one after another."""
 
+SHORT_PIECE, MOST_SMS = 8192, 100
+"""Keys that a CTA visits at most, and CTAs that there are at least, where what comes next in the stream may start,
+up to its own wait, while parts are put together. It takes the SMs in the order in which they become free: a long call
+that follows is slower by 1 % for that, one of 64 CTAs by 7 (``decode_starts.json``)."""
+
 
 def tiles_of(kv_heads: Int32, rows: Int32, tile_m: int) -> Int32:
     """Tiles of so many K/V heads, each of so many rows."""
@@ -213,14 +218,16 @@ class DecodeKernel:
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
         wide, raw = self._keys(storage, atoms, caches, row_scales)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
 
         # The kernel that puts parts together waits for this one, but reads lengths before that: it may not come before
         # what writes them has ended.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(c.cluster > 1):
+            cute.arch.griddepcontrol_launch_dependents()
         page_size = caches[0].shape[0]
+        # Lengths are under way while barriers are made.
         work = self._work(lists, mQ, lane)
+        cute.arch.sync_threads()
         first_producer = c.threads // cute.arch.WARP_SIZE - (
             WARPS_PER_WARPGROUP if const_expr(c.registers) else PRODUCER_WARPS
         )
@@ -229,6 +236,9 @@ class DecodeKernel:
                 cute.arch.setmaxregister_decrease(c.registers["producer"])
             if warp == first_producer:
                 Producer(c, work, raw[0], table, page_size, lane).run()
+                if const_expr(c.cluster == 1):
+                    # Beside who still asks for keys, what puts parts together would be in the way.
+                    cute.arch.griddepcontrol_launch_dependents()
             elif warp == first_producer + 1:
                 Producer(c, work, raw[1], table, page_size, lane).run()
             if const_expr(c.cluster > 1):
@@ -270,6 +280,9 @@ class DecodeKernel:
         )
         own, piece, row = cute.arch.block_idx()
         work = lists.work(c, mQ, (piece, num_pieces), HeadsTogether(cute.arch.grid_dim()[0], own), lane)
+        is_short = work.pieces.units <= SHORT_PIECE // c.tile_n * num_pieces
+        if is_short and num_pieces * work.heads.count >= MOST_SMS:
+            cute.arch.griddepcontrol_launch_dependents()
         parts = PartialResults(c, outputs.parts, work.heads)
         by_tile = Boolean(False)
         if const_expr(c.layout != VARLEN):

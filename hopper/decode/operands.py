@@ -13,7 +13,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.problem import VARLEN
 from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_THREADS
-from hopper.decode.batch import CacheBatch
+from hopper.decode.batch import CacheBatch, LaneBlocks
 from hopper.decode.config import DecodeConfig
 from hopper.decode.schedule import HeadsTogether, Pieces, TileParts
 
@@ -94,7 +94,8 @@ class Work(LoopInvariant):
 
     ``batch`` has the tiles of this CTA's row, whose K/V heads ``heads`` names, and ``cta`` is the number of its piece.
     ``own`` is empty, or has the sequence and number of the tile of a cluster: its blocks alone are the row that is cut
-    then, for the CTAs of the cluster, and ``cta`` is the number of this one among them.
+    then, for the CTAs of the cluster, and ``cta`` is the number of this one among them. ``scanned`` is empty then, or
+    has what the lanes know of the first sequences.
     """
 
     batch: CacheBatch
@@ -103,6 +104,7 @@ class Work(LoopInvariant):
     cta: Int32
     heads: HeadsTogether
     own: tuple[Int32, ...] = ()
+    scanned: tuple[LaneBlocks, ...] = ()
 
     def parts(self, start: Int32, blocks: Any) -> TileParts:
         """Of the tile whose blocks begin at ``start``."""
@@ -113,18 +115,11 @@ class Work(LoopInvariant):
         behind the last of this CTA. For the lanes of a warp."""
         if self.own:
             return *self.own, Int32(0), self.pieces.begin(self.cta + 1)
-        return self._find_first_tile(lane)
+        return *self.tile_of(self.pieces.begin(self.cta), lane), self.pieces.begin(self.cta + 1)
 
-    @cute.jit
-    def _find_first_tile(self, lane: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        unit, end = self.pieces.begin(self.cta), self.pieces.begin(self.cta + 1)
-        sequence, start = self.batch.locate(unit, lane)
-        tile = Int32(0)
-        if sequence < self.batch.batch:
-            blocks = self.batch.blocks(self.batch.seqlens(sequence)).count
-            tile = divide(unit - start, blocks)
-            start += tile * blocks
-        return sequence, tile, start, end
+    def tile_of(self, unit: Int32, lane: Int32) -> tuple[Int32, Int32, Int32]:
+        """The sequence and number of the tile that has a block, and the first block of that tile."""
+        return self.batch.locate(unit, self.scanned[0], lane)
 
 
 class Outputs(NamedTuple):
@@ -190,12 +185,15 @@ class CacheLists(NamedTuple):
             queries,
             self.capacity,
             self.heads_of_row,
-            divide(query_heads, self.kv_heads),
+            # So that what is multiplied with it stays out of the threads' registers.
+            cute.arch.make_warp_uniform(divide(query_heads, self.kv_heads)),
         )
         max_splits = self.max_splits[0] if self.max_splits else None
         if cluster == 1:
             piece, pieces = place
-            return Work(batch, Pieces(batch.all_units(lane), pieces), max_splits, piece, heads)
+            scanned = batch.scan(Int32(0), lane)
+            shared = Pieces(batch.all_units(scanned, lane), pieces)
+            return Work(batch, shared, max_splits, piece, heads, scanned=(scanned,))
         cta = place[0]
         own = batch.tile_at(divide(cta, cluster))
         blocks = batch.blocks(batch.seqlens(own[0])).count

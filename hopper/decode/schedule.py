@@ -127,7 +127,7 @@ class SequenceBlocks(LoopInvariant):
 
     @property
     def end(self) -> Any:
-        return maximum(ceil_div(self.seqlens.seqlen_k, self.tile_n), 1)
+        return maximum(divide(self.seqlens.seqlen_k + self.tile_n - 1, self.tile_n), 1)
 
     @property
     def begin(self) -> Any:

@@ -65,7 +65,7 @@ from hopper.quantize.config import (
 )
 from hopper_attention import _kernels, checks
 from hopper_attention.backends import HOPPER_CAPABILITY, MOST_MULTIPROCESSORS
-from hopper_attention.decode_rules import CTA_STEP, MAX_PARTS
+from hopper_attention.decode_rules import CTA_STEP, MAX_PARTS, WHOLE_FROM_ANY, WHOLE_TILES
 from hopper_attention.launch.append import MAX_PARTS as MOST_APPEND_PARTS
 from hopper_attention.launch.quantize import MAX_ITEMS
 from hopper_attention.machine import find_version
@@ -351,6 +351,9 @@ def constants_header() -> str:
         "DECODE_CTA_STEP": CTA_STEP,
         "DECODE_MAX_PARTS": MAX_PARTS,
         "DECODE_PARTS_PER_CTA": PARTS_PER_CTA,
+        "DECODE_WHOLE_TILES": WHOLE_TILES,
+        "DECODE_WHOLE_HEADS": WHOLE_FROM_ANY[0][0],
+        "DECODE_WHOLE_FROM": WHOLE_FROM_ANY[0][1],
         "ROTARY_STEP": ROTARY_STEP,
         "APPEND_MOST_COLUMNS": MOST_APPEND_PARTS * VECTOR,
         "ONE_PAGE": ONE_PAGE,

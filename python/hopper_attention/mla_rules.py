@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hopper.mla.config import HEAD_DIM, STAGES, MlaConfig, box_rows_for, select_mla_config
 from hopper_attention.backends import Target
-from hopper_attention.decode_rules import ctas_of_pieces, fields_of, pages_of, why_not_boxes
+from hopper_attention.decode_rules import even_ctas, fields_of, pages_of, why_not_boxes
 from hopper_attention.kvcache_checks import CacheCall
 
 MOST_ROWS = 1024
@@ -52,4 +52,4 @@ def pieces_of(config: MlaConfig, call: CacheCall, multiprocessors: int) -> int:
     """Pieces of all keys, each of a cluster."""
     shape = call.shape
     tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // config.tile_m)
-    return ctas_of_pieces(multiprocessors // config.cluster, tiles)
+    return even_ctas(multiprocessors // config.cluster, tiles)

@@ -27,6 +27,7 @@ from hopper.decode.config import (
 )
 from hopper.decode.kernel import DecodeKernel
 from hopper.inspection import ResourceUsage
+from hopper_attention.decode_rules import for_one_sequence
 from tests.compile_pool import usage_of_each
 from tests.hopper.docstrings import table, value
 from tests.hopper.wgmma_hazards import find_hazards
@@ -44,6 +45,7 @@ FLAGS = ("window", "chunk", "leftpad", "softcap", "sinks", "limits_splits")
 EVERYTHING = dict.fromkeys(FLAGS, True)
 
 WITHOUT_SOFTCAP = EVERYTHING | {"softcap": False}
+WITHOUT_SPLITS = EVERYTHING | {"limits_splits": False}
 
 COMPILED = [
     config_of("bfloat16", (64, 64), 16, 8),
@@ -78,6 +80,8 @@ COMPILED = [
     config_of("bfloat16", (128, 128), 8, 8, rows=65, layout="varlen", **EVERYTHING),
     config_of("float16", (128, 64), 64, 8, rows=1000),
     config_of("bfloat16", (64, 64), 8, 8, rows=65, layout="varlen", **EVERYTHING),
+    *for_one_sequence(config_of("bfloat16", (128, 128), 8192, 1, rows=4, paged=False), 8),
+    *for_one_sequence(config_of("float16", (128, 128), 16, 8, rows=32, **WITHOUT_SPLITS), 8),
 ]
 """Of head_dim 256 most others spill, 4 to 136 bytes of those that were looked at."""
 

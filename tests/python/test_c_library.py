@@ -100,6 +100,21 @@ def test_dense_problems_get_the_kernel_that_python_selects(library: Library) -> 
     assert chosen == names_of_forward_rows("dense"), "not every kernel was chosen once"
 
 
+def test_a_choice_that_is_remembered_serves_no_other_problem(library: Library) -> None:
+    """The same problem with so many tiles as another kernel asks for, one fewer, and so many again."""
+    row = next(row for row in c_tables.forward_rows() if row.min_tiles and not row.config.chunk)
+    fields = {"head_dim": row.config.head_dim, "head_dim_v": row.config.head_dim_v, "seqlen_q": 1}
+    fields |= {"kv_heads": 1, "causal": row.config.causal, "seqlen_k": row.max_seqlen_k, "batch": 1}
+    fields |= {"dtype": DTYPES.index(row.config.dtype)}
+
+    def kernel_with(tiles: int) -> str:
+        return library.kernel_of(ForwardParams(**fields, heads=tiles))
+
+    found = [kernel_with(row.min_tiles - fewer) for fewer in (0, 1, 0, 0, 1, 1)]
+    many, few = found[:2]
+    assert many == row.config.name != few and found == [many, few, many, many, few, few]
+
+
 def names_of_forward_rows(layout: str, is_paged: bool = False) -> set[str]:
     rows = [row for row in c_tables.forward_rows() if row.config.layout == layout]
     return {row.config.name for row in rows if (row.page_rows > 0) == is_paged}
@@ -166,6 +181,22 @@ def test_decoding_steps_get_the_kernel_that_python_selects(library: Library) -> 
     kinds = {kind_of_decode(config) for config in c_tables.decode_configs() if config is not None}
     assert chosen == kinds, "not every kind of kernel was chosen once"
     assert refused > PROBLEMS // 200
+
+
+def test_decoding_steps_get_as_many_ctas_as_python_counts(library: Library) -> None:
+    """As the workspace shows: each has two partial results of 32 rows of 64 columns and four sums."""
+    fields = {"seqlen_q": 1, "page_size": 8, "dtype": c.FLOAT16, "cache_dtype": c.FLOAT16}
+    of_part, chosen = PARTS_PER_CTA * 32 * (64 + 4), set()
+    for kv_heads, batch in product(
+        (1, 2, 3, 4, 5, 8, 16, 32), (*range(1, 9), *range(13, 140), 260, 262, 264)
+    ):
+        sizes = {"heads": 2 * kv_heads, "kv_heads": kv_heads, "batch": batch, "pages": batch}
+        params = DecodeParams(**HEADS | fields | sizes)
+        ctas = ctas_of_pieces(132, batch * kv_heads, kv_heads)
+        found = library.workspace_size_of(params)
+        assert found == HEAD + 4 * (of_part * ctas + 2 * batch * kv_heads), sizes
+        chosen.add(ctas)
+    assert {120, 128, 129, 132} <= chosen
 
 
 def kind_of_decode(config: DecodeConfig) -> tuple[Any, ...]:

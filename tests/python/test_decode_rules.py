@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.decode.config import PAIRED_TILE_M, DecodeConfig, takes_clusters
-from hopper.decode.schedule import heads_together
+from hopper.decode.config import PAIRED_TILE_M, DecodeConfig, takes_clusters, validate_decode_config
+from hopper.decode.schedule import Pieces, heads_together
 from hopper_attention import decode_rules, driver, explain_kvcache
 from hopper_attention.backends import Target
 from hopper_attention.decode_rules import (
     CTA_STEP,
     MAX_PARTS,
     ctas_of_pieces,
+    even_ctas,
     in_clusters,
     select_decode,
     serving_config,
@@ -82,7 +84,11 @@ def test_clusters_are_for_short_caches_of_one_sequence(
     assert serving_config(call) == select_decode(call)
     on_a_gpu = replace(call, shape=replace(call.shape, device=torch.device("cuda", 0)))
     was_asked = len(capturing)
-    assert serving_config(on_a_gpu) == select_decode(call, cluster)
+    alone = select_decode(call, cluster)
+    if cluster == 1 and heads[1] <= 16 and not others:
+        alone = replace(alone, tile_n=64, box_rows=64, stages=2 * alone.stages)
+        validate_decode_config(alone)
+    assert serving_config(on_a_gpu) == alone
     # In a graph the driver, which may not be asked there, is not.
     assert len(capturing) == was_asked or serving_config(on_a_gpu) == select_decode(call)
 
@@ -139,6 +145,43 @@ def test_configs_in_clusters_are_those_of_calls(case: CacheCase, given: dict[str
     assert list(in_clusters(plain, 8)) == expected
     assert list(in_clusters(plain, 9)) == expected[:1]
     assert bool(expected) != (case.queries[0] == 33 or "num_splits" in given)
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "changes", "given", "tile_n"),
+    [
+        ((32, 8), 1, {}, {}, 64),
+        ((32, 8), 8, {}, {"window_size": (4, 1), "softcap": 2.0}, 64),
+        ((32, 8), 9, {}, {}, 128),
+        ((8, 1), 1, {}, {}, 128),
+        ((17, 17), 1, {}, {}, 128),
+        ((32, 8), 1, {"head_dims": (64, 64)}, {}, 128),
+        ((32, 8), 1, {"lengths": (9, 9)}, {}, 128),
+        ((32, 8), 1, {}, {"cache_dtype": FP8}, 128),
+        ((32, 8), 1, {"page_size": 16}, {}, 64),
+    ],
+    ids=str,
+)
+def test_one_sequence_has_blocks_of_half_as_many_keys(
+    heads: tuple[int, int],
+    queries: int,
+    changes: dict[str, Any],
+    given: dict[str, Any],
+    tile_n: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_rules, "most_clusters", lambda index, size: 0)
+    monkeypatch.setattr(decode_rules, "is_capturing", lambda device: False)
+    case = CacheCase(lengths=(9,), queries=(queries,), heads=heads, head_dims=(128, 128), capacity=9600)
+    case = replace(case, **changes)
+    case = replace(case, queries=len(case.lengths) * (queries,))
+    call = call_of(case, **given)
+    config = serving_config(replace(call, shape=replace(call.shape, device=torch.device("cuda", 0))))
+    validate_decode_config(config)
+    plain = select_decode(call)
+    assert config.tile_n == tile_n and config.smem_bytes == plain.smem_bytes
+    assert config.box_rows == min(plain.box_rows, tile_n)
+    assert serving_config(call) == plain
 
 
 class Driver:
@@ -368,6 +411,48 @@ def test_ctas_of_pieces(multiprocessors: int, ctas: int) -> None:
 def test_ctas_for_all_heads_of_a_sequence(kv_heads: int, ctas: int, together: int) -> None:
     assert ctas_of_pieces(132, 1000, kv_heads) == ctas
     assert heads_together(kv_heads, ctas) == together
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tiles", "any_lengths", "one_length"),
+    [
+        (1, 1, 64, 64),
+        (1, 79, 128, 128),
+        (1, 80, 128, 80),
+        (1, 119, 128, 119),
+        (1, 120, 120, 120),
+        (1, 132, 132, 132),
+        (1, 133, 128, 128),
+        (1, 238, 128, 119),
+        (1, 240, 120, 120),
+        (1, 261, 128, 128),
+        (1, 264, 132, 132),
+        (1, 396, 132, 132),
+        (1, 400, 128, 128),
+        (2, 118, 128, 118),
+        (2, 130, 130, 130),
+        (4, 108, 128, 128),
+        (4, 112, 128, 112),
+        (4, 264, 128, 132),
+        (8, 120, 128, 128),
+        (8, 264, 128, 132),
+    ],
+)
+def test_ctas_have_whole_tiles_where_these_are_enough(
+    kv_heads: int, tiles: int, any_lengths: int, one_length: int
+) -> None:
+    assert ctas_of_pieces(132, tiles, kv_heads) == any_lengths
+    assert ctas_of_pieces(132, tiles, kv_heads, has_one_length=True) == one_length
+    if one_length != even_ctas(132, tiles, kv_heads):
+        pieces = Pieces(tiles * 7, one_length)
+        assert all(pieces.begin(cta) % 7 == 0 for cta in range(one_length))
+
+
+def test_no_smaller_gpu_has_more_ctas() -> None:
+    """The C library's workspace is for the largest one."""
+    for kv_heads, batch in product((1, 2, 3, 8), range(400)):
+        most = ctas_of_pieces(132, batch * kv_heads, kv_heads)
+        assert all(ctas_of_pieces(sms, batch * kv_heads, kv_heads) <= min(sms, most) for sms in range(1, 132))
 
 
 def table(arguments: dict[str, Any]) -> Tensor:

@@ -129,13 +129,21 @@ static ha_status make_plan(ha_decode_params *own, const ha_decode_params *given,
 
 static int64_t lse_floats(const ha_decode_params *p) { return p->batch * p->heads * p->seqlen_q; }
 
-/* CTAs among which the keys are shared out, on a GPU of so many multiprocessors. */
-static int64_t count_ctas(const ha_decode_params *p, int multiprocessors) {
+/* CTAs whose pieces begin at like keys in every head, on a GPU of so many multiprocessors. */
+static int64_t even_ctas(const ha_decode_params *p, int multiprocessors) {
   const int heads = (int)p->kv_heads;
   const int step = heads < DECODE_CTA_STEP && DECODE_CTA_STEP % heads ? heads : DECODE_CTA_STEP;
   const int whole = multiprocessors / step * step;
   const int64_t most = whole ? whole : multiprocessors, useful = DECODE_MAX_PARTS * p->batch * p->kv_heads;
   return useful < most ? useful : most;
+}
+
+/* CTAs among which the keys are shared out: those that have whole tiles, if they are nearly as many or more. */
+static int64_t count_ctas(const ha_decode_params *p, int multiprocessors) {
+  const int64_t even = even_ctas(p, multiprocessors), tiles = p->batch * p->kv_heads;
+  const int64_t of_a_cta = tiles > multiprocessors ? (tiles + multiprocessors - 1) / multiprocessors : 1;
+  if (p->kv_heads > DECODE_WHOLE_HEADS || of_a_cta > DECODE_WHOLE_TILES || tiles % of_a_cta) return even;
+  return 128 * (tiles / of_a_cta) >= DECODE_WHOLE_FROM * even ? tiles / of_a_cta : even;
 }
 
 /* Partial results, and an LSE that nobody wants, for the largest GPU. */

@@ -159,7 +159,7 @@ def _launcher(call: CacheCall, config: DecodeConfig | MlaConfig) -> DecodeLaunch
     else:
         tiles = call.shape.batch * call.shape.kv_heads * -(-call.shape.rows_a_kv_head // config.tile_m)
         pieces = (
-            ctas_of_pieces(multiprocessors, tiles, call.shape.kv_heads)
+            ctas_of_pieces(multiprocessors, tiles, call.shape.kv_heads, call.has_one_length)
             if config.cluster == 1
             else tiles * config.cluster
         )
