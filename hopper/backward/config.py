@@ -32,6 +32,10 @@ MAX_UNPAIRED_HEAD_DIM = 128
 CLEARING_HEAD_DIM = 128
 """At which packed kernels clear the sums of dQ themselves."""
 
+SPILLING_HEAD_DIM = 96
+"""At which couriers of packed sequences would spill with the registers of others, and consumers have some to spare."""
+TWO_CONSUMERS_OF_COURIERS = Registers(consumer=232, producer=40)
+
 CLUSTER_CTAS = 2
 """CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
 
@@ -373,6 +377,7 @@ def select_backward_config(
             "backward kernel"
         )
     kind = PairedBackwardConfig if fits[0] > MAX_UNPAIRED_HEAD_DIM else BackwardConfig
+    packed_in_order = ordered and layout != DENSE and fits[0] == SPILLING_HEAD_DIM
     tile_m = 128 if fits[0] == 64 and not (softcap or alibi or dropout or functions) else 64
     config = kind(
         dtype,
@@ -382,6 +387,7 @@ def select_backward_config(
         tile_m,
         tile_n=128,
         stages=2,
+        registers=TWO_CONSUMERS_OF_COURIERS if packed_in_order else TWO_CONSUMERS,
         ordered=ordered,
         window=window,
         layout=layout,

@@ -46,6 +46,7 @@ WINDOWS_AND_PACKED = [
     select_backward_config("bfloat16", 64, 64, False, True, window=True, layout="varlen"),
     select_backward_config("bfloat16", 96, 96, False, window=True, layout="varlen"),
     select_backward_config("float16", 128, 128, False, True, window=True),
+    select_backward_config("bfloat16", 96, 96, True, True, layout="varlen"),
     select_backward_config("bfloat16", 128, 128, True, True, layout="varlen"),
     select_backward_config("bfloat16", 128, 128, True, window=True, layout="varlen"),
     select_backward_config("bfloat16", 128, 128, True, window=True),
@@ -66,7 +67,7 @@ WINDOWS_AND_PACKED = [
         for dtype, size in (("bfloat16", 64), ("float16", 96), ("bfloat16", 128), ("float16", 256))
     ),
 ]
-"""Those of most registers, couriers having 24, and all strips that are not alike."""
+"""Those of most registers, couriers having 24 or 40, and all strips that are not alike."""
 
 
 @pytest.mark.parametrize("config", WINDOWS_AND_PACKED, ids=lambda config: config.name)
