@@ -257,6 +257,11 @@ class PairedBackwardConfig(BackwardConfig):
         return False
 
     @property
+    def has_sections(self) -> bool:
+        """As above, but with plain scores alone: where they are changed there are no registers for it."""
+        return super().has_sections and self.is_plain
+
+    @property
     def rows_apart(self) -> int:
         return 128
 
