@@ -41,6 +41,13 @@ def heads_per_section(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
     return ceil_div(kv_heads, ceil_div(kv_heads, limit))
 
 
+def heads_in_turn(most: Any, kv_heads: Any) -> Any:
+    """Key/value heads of a section that has ``most`` at most, but one at least: sections are about as large as each
+    other."""
+    limit = minimum(maximum(most, 1), kv_heads)
+    return ceil_div(kv_heads, ceil_div(kv_heads, limit))
+
+
 class TileDivisors(NamedTuple):
     """What the numbers of tiles are divided by, each as something that makes its division cheap: a division by a plain
     number takes some hundred cycles, and those of a tile wait for each other.

@@ -11,7 +11,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import DENSE
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, TileScheduler, heads_in_turn
 from cute_kernels.window import Window
 from hopper.backward.config import BackwardConfig
 from hopper.backward.work import BackwardWork, PackedBackwardWork, PlacedBackwardWork
@@ -54,15 +54,23 @@ class DenseBatch(LoopInvariant):
         self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor, window: Window, num_ctas: Int32
     ) -> tuple[tuple, tuple]:
         """Of the views of Q and K: (key tiles, key/value heads, batches) and, where there is a tail, what a
-        ``TailedTileOrder`` takes behind them; and (key tiles of all of them, query tiles of a head)."""
+        ``TailedTileOrder`` takes behind them, or the heads of a section; and (key tiles of all of them, query
+        tiles of a head)."""
         num_n_blocks = cute.ceil_div(mK.shape[0], self.config.tile_n)
         tiles = num_n_blocks, mK.shape[2], mK.shape[3]
         if self.config.shortens:
             full = (mK.shape[0] - window.left) // self.config.tile_n if window.has_left else Int32(0)
             full_blocks = minimum(maximum(full, Int32(0)), num_n_blocks)
             tiles = *tiles, minimum(mK.shape[2] * mK.shape[3], Int32(TAIL_HEADS)), full_blocks
+        if self.config.has_sections:
+            tiles = *tiles, self.heads_of_section(mQ, mK, num_ctas)
         totals = num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], self.config.tile_m)
         return tiles, totals
+
+    def heads_of_section(self, mQ: cute.Tensor, mK: cute.Tensor, workers: Int32 | int) -> Int32:
+        """Key/value heads of one, of the views of Q and K, where so many key tiles are under way at a time."""
+        most = workers * self.config.rows_apart // mQ.shape[0] // (mQ.shape[2] // mK.shape[2])
+        return heads_in_turn(most, mK.shape[2] * mK.shape[3])
 
     def work(
         self,
@@ -74,7 +82,10 @@ class DenseBatch(LoopInvariant):
     ) -> BackwardWork:
         tiles, totals = sizes
         shortens = self.config.shortens
-        order = TailedTileOrder(*tiles) if shortens else TileOrder(*tiles, Int32(1), longest_first=False)
+        if self.config.has_sections:
+            order = TileOrder(*tiles, longest_first=True)
+        else:
+            order = TailedTileOrder(*tiles) if shortens else TileOrder(*tiles, Int32(1), longest_first=False)
         seqlens = DenseSeqlens(*lengths)
         return BackwardWork(self.config, window, scheduler, order, *totals, seqlens, heads_per_kv_head)
 

@@ -147,6 +147,19 @@ class BackwardConfig:
         return is_free and self.layout == DENSE and (self.causal or self.window)
 
     @property
+    def has_sections(self) -> bool:
+        """Whether the heads of a section have their first key tiles one behind the other, then their second ones, and
+        so on, so that key tiles of a head, which take turns at its queries, do not begin together. Not tried in a
+        window and by lists, and packed sequences have an order of their own."""
+        return self.ordered and self.layout == DENSE and not (self.window or self.block_lists)
+
+    @property
+    def rows_apart(self) -> int:
+        """With ``has_sections`` about how many rows of queries later a key tile begins than the one before it. More
+        wait less for each other, and share less in L2."""
+        return 128 if self.causal else 256
+
+    @property
     def fetches_sums(self) -> bool:
         """Whether the producer warp asks for the sums of dQ of a query tile in L2 when it loads the tile.
 
@@ -248,6 +261,15 @@ class PairedBackwardConfig(BackwardConfig):
         return False
 
     @property
+    def has_sections(self) -> bool:
+        """As above, but with plain scores alone: where they are changed there are no registers for it."""
+        return super().has_sections and self.is_plain
+
+    @property
+    def rows_apart(self) -> int:
+        return 128
+
+    @property
     def keys(self) -> int:
         """Of a CTA."""
         return self.tile_n // CLUSTER_CTAS
@@ -277,7 +299,7 @@ class PairedBackwardConfig(BackwardConfig):
 
     @property
     def counts_per_tile(self) -> int:
-        return self.dq_parts * WARPGROUP_THREADS // 32
+        return self.dq_parts
 
     @property
     def dq_columns(self) -> int:

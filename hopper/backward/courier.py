@@ -102,16 +102,19 @@ class Courier(LoopInvariant):
     @cute.jit
     def _deliver(self, block: Int32, tile: Int32, turn: Int32):
         """Add what is staged under dS of a block, once ``turn`` key tiles have added to query tile ``tile``."""
-        state = state_of(self.config.stages, block)
+        state, place = state_of(self.config.stages, block), self.added.iterator + tile
+        if cute.arch.lane_idx() == 0:
+            # Before there is something to add: where its turn has come by then, nothing waits for the count.
+            wait_for_count(place, turn)
+        cute.arch.sync_warp()
         self.pipe.consumer_wait(state)
         if cute.arch.lane_idx() == 0:
-            place = self.added.iterator + tile
-            wait_for_count(place, turn)
             buffer = previous_stage(self.config, state.index)
             for wg in cutlass.range_constexpr(self.config.consumers):
                 add_in_bulk(self.sdQ[None, buffer, wg], self.mdQ[None, wg, tile])
             cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.pipe.consumer_release(state)
             # Until the sums are written, and not only read from here: what the count promises the next one.
             cute.arch.cp_async_bulk_wait_group(0, read=False)
             count_up(place, turn)
-            self.pipe.consumer_release(state)

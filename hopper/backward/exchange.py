@@ -16,12 +16,14 @@ WARPS = WARPGROUP_THREADS // 32
 
 class PairPipelines(NamedTuple):
     """From the producers of both CTAs to the consumers of both, and ``p`` from the first warpgroup to the second.
-    A stage of Q comes with its LSE, one of dO with its delta."""
+    A stage of Q comes with its LSE, one of dO with its delta. ``turns`` has one from a ``TurnKeeper`` to each
+    warpgroup where dQ is summed in a fixed order; else it is empty."""
 
     kv: PipelineTmaAsync
     q: PipelineTmaAsync
     do: PipelineTmaAsync
     p: PipelineAsync
+    turns: tuple[PipelineAsync, ...]
 
 
 def state_of(stages: int, block: Int32, is_producer: bool = False) -> PipelineState:

@@ -11,10 +11,14 @@ from cute_kernels.seqlen import SeqlenInfo
 from hopper.backward.batch import DenseBatch, PackedBatch
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig
 
+PAIRS_UNDER_WAY = 66
+"""Of the 132 SMs of an H100 or H200. Their grid is not made by their number, and the order is none of correctness."""
+
 
 @dataclass(frozen=True)
 class DensePairBatch(DenseBatch):
-    """Sequences of one length. The grid is by CTA of a key tile, key/value head and batch."""
+    """Sequences of one length. The grid is by CTA of a key tile, key/value head and batch, or
+    of all of them in the order of sections."""
 
     def view_sums(self, mdQ: cute.Tensor) -> cute.Tensor:
         """(words, parts, query tiles of all heads, batches)."""
@@ -33,9 +37,19 @@ class DensePairBatch(DenseBatch):
         """What the kernel has to be told of query tiles: nothing."""
         return ()
 
-    def grid(self, mK: cute.Tensor, plan: tuple) -> tuple:
-        """For the view of K."""
-        return CLUSTER_CTAS * cute.ceil_div(mK.shape[0], self.config.tile_n), mK.shape[2], mK.shape[3]
+    def sections(self, mQ: cute.Tensor, mK: cute.Tensor) -> tuple:
+        """Where there are some: what a ``TileOrder`` takes, key tiles, key/value heads, batches and heads of one."""
+        if not self.config.has_sections:
+            return ()
+        tiles = cute.ceil_div(mK.shape[0], self.config.tile_n)
+        return tiles, mK.shape[2], mK.shape[3], self.heads_of_section(mQ, mK, PAIRS_UNDER_WAY)
+
+    def grid(self, mK: cute.Tensor, plan: tuple, sections: tuple) -> tuple:
+        """For the view of K; with sections of one dimension."""
+        tiles = cute.ceil_div(mK.shape[0], self.config.tile_n)
+        if sections:
+            return CLUSTER_CTAS * tiles * mK.shape[2] * mK.shape[3], 1, 1
+        return CLUSTER_CTAS * tiles, mK.shape[2], mK.shape[3]
 
 
 class PackedPairBatch(PackedBatch):
@@ -56,7 +70,10 @@ class PackedPairBatch(PackedBatch):
         """(query tiles of a head, of all sequences)."""
         return (mdQ.shape[1],)
 
-    def grid(self, mK: cute.Tensor, plan: tuple) -> tuple:
+    def sections(self, mQ: cute.Tensor, mK: cute.Tensor) -> tuple:
+        return ()
+
+    def grid(self, mK: cute.Tensor, plan: tuple, sections: tuple) -> tuple:
         return CLUSTER_CTAS * PackedTileOrder.most(*plan, Int32(1)), mK.shape[2], 1
 
     def place(self, plan: cute.Tensor, sequences: Int32, entry: Int32) -> tuple[Int32, Int32]:

@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
+from cutlass.pipeline import PipelineAsync
 
 from cute_kernels.backward.scores import read_vector, round_into
-from cute_kernels.backward.turns import count_up, wait_for_count
 from cute_kernels.dropout import Kept, drop_gradient_as, zero_dropped
 from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
@@ -49,9 +49,8 @@ class PairConsumer(LoopInvariant):
     """What both warpgroups do: their columns of dV of a block, and of dK and dQ of the block before.
 
     Blocks are counted from 0 over all query heads of the CTA. ``mdQ`` is float32 (words, query tiles of all heads),
-    zero before the launch: the part to which this warpgroup adds. Where dQ is summed in a fixed order, ``turns`` is
-    int32 (warps, query tiles of all heads), zero before the launch: how many key tiles have added to the part of each
-    warp.
+    zero before the launch: the part to which this warpgroup adds. Where dQ is summed in a fixed order, ``turns`` has
+    the pipeline by which a ``TurnKeeper`` says when; else it is empty.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class PairConsumer(LoopInvariant):
         pipes: PairPipelines,
         exchange: Exchange,
         mdQ: cute.Tensor,
-        turns: cute.Tensor,
+        turns: tuple[PipelineAsync, ...],
         thread: Int32,
     ):
         self.config, self.mmas, self.fragments = config, mmas, fragments
@@ -81,11 +80,11 @@ class PairConsumer(LoopInvariant):
         self.acc_dK.fill(0.0)
 
     @cute.jit
-    def finish(self, block: Int32, tile: Int32, turn: Int32):
+    def finish(self, block: Int32, tile: Int32):
         """dK and dQ of the last block, whose query tile is ``tile``."""
         self._issue_dk_and_dq(block)
         warpgroup.wait_group(0)
-        self._release_and_add(block, tile, turn)
+        self._release_and_add(block, tile)
 
     @cute.jit
     def _issue_dv(self, block: Int32):
@@ -111,16 +110,17 @@ class PairConsumer(LoopInvariant):
         issue_gemm(self.mmas.dq, self.acc_dQ, other, f.other_k_t, True)
 
     @cute.jit
-    def _release_and_add(self, block: Int32, tile: Int32, turn: Int32):
+    def _release_and_add(self, block: Int32, tile: Int32):
         """After dK and dQ of a block: release its Q and dS, and add dQ to query tile ``tile`` in global memory, where
-        the order is fixed after ``turn`` other key tiles."""
+        the order is fixed in its turn."""
         self.pipes.q.consumer_release(self.state("q", block))
         self.exchange.release(block)
         words = cute.make_tensor(
             self.acc_dQ.iterator,
             cute.make_layout((WORDS_PER_STORE, cute.size(self.acc_dQ) // WORDS_PER_STORE)),
         )
-        self._take_turn(tile, turn)
+        for turns in self.turns:
+            turns.consumer_wait(state_of(1, block))
         first = self.mdQ[None, tile].iterator.toint() + Int64(self.thread * (4 * WORDS_PER_STORE))
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
             address = first + i * (4 * WORDS_PER_STORE * WARPGROUP_THREADS)
@@ -128,27 +128,10 @@ class PairConsumer(LoopInvariant):
                 "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[address, *(words[e, i] for e in range(WORDS_PER_STORE))],
             )
-        self._pass_turn(tile, turn)
-
-    @cute.jit
-    def _take_turn(self, tile: Int32, turn: Int32):
-        """Wait until ``turn`` key tiles have added to this warp's part of the query tile."""
-        if const_expr(self.config.ordered):
-            wait_for_count(self.turns.iterator + self._count(tile), turn)
-            cute.arch.sync_warp()
-
-    @cute.jit
-    def _pass_turn(self, tile: Int32, turn: Int32):
-        """Say so to the next, once all lanes' additions can be seen."""
-        if const_expr(self.config.ordered):
-            cute.arch.fence_acq_rel_gpu()
+        for turns in self.turns:
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                count_up(self.turns.iterator + self._count(tile), turn)
-
-    def _count(self, tile: Int32) -> Int32:
-        """Where the count of this warp's part of a query tile stands in ``turns``."""
-        return self.turns.layout((self.thread // cute.arch.WARP_SIZE, tile))
+                turns.consumer_release(state_of(1, block))
 
     def state(self, pipe: str, block: Int32):
         """Where the consumers of a pipeline stand at a block."""
@@ -193,7 +176,6 @@ class ScoresConsumer(PairConsumer):
         m_block: Int32,
         block: Int32,
         tile_before: Int32,
-        turn_before: Int32,
         is_masked: cutlass.Constexpr[bool],
         is_first: cutlass.Constexpr[bool],
     ):
@@ -217,7 +199,7 @@ class ScoresConsumer(PairConsumer):
         self._issue_dv(block)
         if const_expr(not is_first):
             warpgroup.wait_group(1)
-            self._release_and_add(block - 1, tile_before, turn_before)
+            self._release_and_add(block - 1, tile_before)
         warpgroup.wait_group(0)
         self.pipes.do.consumer_release(self.state("do", block))
 
@@ -267,7 +249,6 @@ class GradientConsumer(PairConsumer):
         m_block: Int32,
         block: Int32,
         tile_before: Int32,
-        turn_before: Int32,
         is_masked: cutlass.Constexpr[bool],
         is_first: cutlass.Constexpr[bool],
     ):
@@ -281,7 +262,7 @@ class GradientConsumer(PairConsumer):
         issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, state.index], False)
         if const_expr(not is_first):
             warpgroup.wait_group(1)
-            self._release_and_add(block - 1, tile_before, turn_before)
+            self._release_and_add(block - 1, tile_before)
         warpgroup.wait_group(0)
         self._issue_dv(block)
         lse = delta

@@ -20,6 +20,7 @@ from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import DENSE
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
+from cute_kernels.tile_scheduler import TileOrder
 from cute_kernels.window import window_of
 from hopper.backward.barriers import sync_consumers
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig, validate_backward_config
@@ -29,8 +30,17 @@ from hopper.backward.options import NO_OPTIONS, BackwardOptions, key_rules
 from hopper.backward.pair_batch import pair_batch_of
 from hopper.backward.pair_consumer import GradientConsumer, PairConsumer, PairFragments, ScoresConsumer
 from hopper.backward.pair_producer import PairProducer
-from hopper.backward.pair_walk import Problem, load_listed, load_range, walk_listed, walk_range
+from hopper.backward.pair_walk import (
+    Problem,
+    keep_turns_of_list,
+    keep_turns_of_range,
+    load_listed,
+    load_range,
+    walk_listed,
+    walk_range,
+)
 from hopper.backward.producer import BackwardOperands
+from hopper.backward.turn_keeper import TurnKeeper
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
 
@@ -70,7 +80,8 @@ class PairedBackwardKernel:
 
     | role | warps | registers a thread | does |
     |---|---|---|---|
-    | producer | 0 (1 to 3 idle) | `registers.producer` | TMA: K, V; half of each Q, dO for both CTAs; LSE, delta |
+    | producer | 0 | `registers.producer` | TMA: K, V; half of each Q, dO for both CTAs; LSE, delta |
+    | turns | 1, 2, with `ordered` (3 idle) | `registers.producer` | says when a warpgroup adds dQ (``TurnKeeper``) |
     | scores | 4 .. 7 | `registers.consumer` | S, P; half of dV and dK, a quarter of dQ |
     | gradients | 8 .. 11 | `registers.consumer` | dP, dS; the other halves, another quarter |
 
@@ -109,7 +120,7 @@ class PairedBackwardKernel:
         stream,
     ):
         """Launch. The arguments are those of ``BackwardKernel``; mdQ has a part for each warpgroup of the cluster. Of
-        mCounter the SCHEDULER_WORDS are not used, and with ``ordered`` there is one for each warp of a part."""
+        mCounter the SCHEDULER_WORDS are not used, and with ``ordered`` there is one for each part."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         self._launch(tensors, NO_OPTIONS, softmax_scale, stream)
 
@@ -119,10 +130,9 @@ class PairedBackwardKernel:
         c, batch = self.config, self.batch
         mQ, mK, mV, mdO, mdK, mdV = (batch.view(t) for t in (mQ, mK, mV, mdO, mdK, mdV))
         mLSE, mDelta = (batch.view_vector(t) for t in (mLSE, mDelta))
-        m_ends = batch.m_ends(mdQ)
+        m_ends, sections = batch.m_ends(mdQ), batch.sections(mQ, mK)
         mdQ = batch.view_sums(mdQ)
-        counts = cute.make_layout((WARPS_PER_WARPGROUP, *mdQ.shape[1:]))
-        mTurns = cute.make_tensor(mCounter.iterator + SCHEDULER_WORDS, counts)
+        mTurns = cute.make_tensor(mCounter.iterator + SCHEDULER_WORDS, cute.make_layout(mdQ.shape[1:]))
         layouts = self._smem_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         multicast = cpasync.CopyBulkTensorTileG2SMulticastOp()
@@ -152,8 +162,9 @@ class PairedBackwardKernel:
             m_ends,
             options.changes,
             options.lists,
+            sections,
         ).launch(
-            grid=batch.grid(mK, options.plan),
+            grid=batch.grid(mK, options.plan, sections),
             block=(c.threads, 1, 1),
             cluster=(CLUSTER_CTAS, 1, 1),
             stream=stream,
@@ -174,6 +185,7 @@ class PairedBackwardKernel:
         m_ends: tuple,
         changes: tuple,
         lists: tuple,
+        sections: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -198,7 +210,9 @@ class PairedBackwardKernel:
         queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks)
 
         shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes, lists
-        if const_expr(c.layout == DENSE):
+        if const_expr(c.has_sections):
+            problem = self._place_in_section(shared, lengths, sections)
+        elif const_expr(c.layout == DENSE):
             problem = self._place(shared, x, head_kv, DenseSeqlens(*lengths).of(batch))
         pipes = self._make_pipelines(storage)
         barriers = (
@@ -230,6 +244,14 @@ class PairedBackwardKernel:
         pair, batch = self.batch.place(plan, sequences, x // CLUSTER_CTAS)
         n_block, seqlens = CLUSTER_CTAS * pair + rank, PackedSeqlens(plan).of(batch)
         self._run(self._place(shared, n_block, head_kv, seqlens), *parts)
+
+    def _place_in_section(self, shared: tuple, lengths: tuple, sections: tuple) -> Problem:
+        """The problem of a CTA of a grid with sections, from whose last key tiles on they begin; so that ``_place`` has
+        them from the first one on, they are counted from the end."""
+        x, _, _ = cute.arch.block_idx()
+        tile, head_kv, batch = TileOrder(*sections, longest_first=True).coordinates(x // CLUSTER_CTAS)
+        n_block = CLUSTER_CTAS * (sections[0] - 1 - tile) + shared[2]
+        return self._place(shared, n_block, head_kv, DenseSeqlens(*lengths).of(batch))
 
     def _place(self, shared: tuple, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo) -> Problem:
         """The problem of a CTA; ``shared`` is what all have of it."""
@@ -263,6 +285,10 @@ class PairedBackwardKernel:
                 operands = BackwardOperands(*map(TmaOperand, atoms[:6], tensors[:6], targets))
                 other_k = TmaOperand(atoms[6], tensors[6], smem.other_k)
                 self._produce(PairProducer(c, operands, other_k, pipes, rank), problem)
+            for wg, turns in enumerate(pipes.turns):
+                if warp_idx == 1 + wg:
+                    added = mTurns[rank * c.consumers + wg, None, batch]
+                    self._keep_turns(TurnKeeper(turns, added), problem)
         else:
             cute.arch.setmaxregister_increase(c.registers.consumer)
             wg = warp_idx // WARPS_PER_WARPGROUP - 1
@@ -276,17 +302,15 @@ class PairedBackwardKernel:
                 pipes,
                 exchange,
                 mdQ[None, part, None, batch],
-                mTurns[None, part, None, batch],
-                thread,
             )
             stores = (atoms[7:], tensors[7:])
             if wg == 0:
                 rules = key_rules(c, problem.softmax_scale, problem.changes)
-                consumer = ScoresConsumer(sLSE, smem.p, *shared)
+                consumer = ScoresConsumer(sLSE, smem.p, *shared, pipes.turns[:1], thread)
                 self._consume(consumer, rules, problem, smem, stores, 0)
             else:
                 rules = key_rules(c, problem.softmax_scale, problem.changes)
-                consumer = GradientConsumer(sDelta, sLSE, smem.p, *shared)
+                consumer = GradientConsumer(sDelta, sLSE, smem.p, *shared, pipes.turns[1:], thread)
                 self._consume(consumer, rules, problem, smem, stores, 1)
         # The other CTA may still send to this one's shared memory, or arrive at a barrier in it.
         cute.arch.cluster_arrive()
@@ -298,6 +322,13 @@ class PairedBackwardKernel:
             load_listed(producer, problem)
         else:
             load_range(producer, problem)
+
+    @cute.jit
+    def _keep_turns(self, keeper: TurnKeeper, problem: Problem):
+        if const_expr(self.config.block_lists):
+            keep_turns_of_list(keeper, problem)
+        else:
+            keep_turns_of_range(keeper, problem)
 
     @cute.jit
     def _consume(
@@ -392,6 +423,7 @@ class PairedBackwardKernel:
             barriers_do: cute.struct.MemRange[cutlass.Int64, 2 * c.stages_of("do")]
             barriers_p: cute.struct.MemRange[cutlass.Int64, 2 * c.stages_of("p")]
             barriers_ds: cute.struct.MemRange[cutlass.Int64, 3 * c.stages]
+            barriers_turns: cute.struct.MemRange[cutlass.Int64, 2 * c.consumers * c.ordered]
             lse: vector("q")
             delta: vector("do")
             q: tile(layouts.q)
@@ -434,6 +466,16 @@ class PairedBackwardKernel:
                 consumer_group=one,
                 barrier_storage=storage.barriers_p.data_ptr(),
                 defer_sync=True,
+            ),
+            tuple(
+                pipeline.PipelineAsync.create(
+                    num_stages=1,
+                    producer_group=pipeline.CooperativeGroup(threads),
+                    consumer_group=one,
+                    barrier_storage=storage.barriers_turns.data_ptr() + 2 * wg,
+                    defer_sync=True,
+                )
+                for wg in range(c.consumers if c.ordered else 0)
             ),
         )
 

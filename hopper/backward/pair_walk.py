@@ -14,6 +14,7 @@ from cute_kernels.seqlen import SeqlenInfo
 from hopper.backward.config import CLUSTER_CTAS
 from hopper.backward.pair_consumer import PairConsumer
 from hopper.backward.pair_producer import PairProducer
+from hopper.backward.turn_keeper import TurnKeeper
 
 
 class Problem(NamedTuple):
@@ -39,9 +40,7 @@ class Problem(NamedTuple):
     @property
     def pairs(self) -> Any:
         """Key tiles of the sequence."""
-        if self.seqlens.is_packed:
-            return cute.ceil_div(self.seqlens.seqlen_k, self.queries.tile_n)
-        return cute.arch.grid_dim()[0] // CLUSTER_CTAS
+        return cute.ceil_div(self.seqlens.seqlen_k, self.queries.tile_n)
 
     @property
     def m_end(self) -> Any:
@@ -110,6 +109,32 @@ def load_listed(producer: PairProducer, problem: Problem):
         block += listed.end
 
 
+@cute.jit
+def keep_turns_of_range(keeper: TurnKeeper, problem: Problem):
+    """The turns of the query tiles of all heads."""
+    p = problem
+    begin, end, first_tile = (
+        p.queries.begin(p.pair, p.seqlens),
+        p.queries.end(p.pair, p.seqlens),
+        p.first_tile,
+    )
+    for i in cutlass.range(p.heads_per_kv_head, unroll=1):
+        for m_block in cutlass.range(begin, end, unroll=1):
+            block, tile = i * (end - begin) + m_block - begin, first_tile + i * p.m_end + m_block
+            keeper.keep(block, tile, turn_of(p, m_block))
+
+
+@cute.jit
+def keep_turns_of_list(keeper: TurnKeeper, problem: Problem):
+    """The same of those that are listed."""
+    p, block = problem, Int32(0)
+    for i in cutlass.range(p.heads_per_kv_head, unroll=1):
+        listed = listed_queries(p, p.first_head + i)
+        for place in cutlass.range(listed.begin, listed.end, unroll=1):
+            keeper.keep(block, p.first_tile + i * p.m_end + listed.number(place), listed.turn(place))
+            block += 1
+
+
 def wait_for_keys(consumer: PairConsumer) -> None:
     """The gradients of the keys are zero until then."""
     consumer.clear()
@@ -127,27 +152,27 @@ def walk_range(consumer: PairConsumer, rules: KeyRules, mask: KeyMask, problem: 
     wait_for_keys(consumer)
     first_head = p.first_head
     scores = rules.for_head(mask, first_head, p.seqlens.batch)
-    consumer.block(scores, m_begin, Int32(0), Int32(0), Int32(0), True, True)
-    tile_before, turn_before = first_tile + m_begin, turn_of(p, m_begin)
+    consumer.block(scores, m_begin, Int32(0), Int32(0), True, True)
+    tile_before = first_tile + m_begin
     for i in cutlass.range(p.heads_per_kv_head, unroll=1):
         tile, block = first_tile + i * tiles, i * blocks - m_begin
         scores = rules.for_head(mask, first_head + i, p.seqlens.batch)
         first = m_begin + 1 if i == 0 else m_begin
         middle = cutlass.max(first, visit.unmasked)
         for m_block in cutlass.range(first, middle, unroll=1):
-            consumer.block(scores, m_block, block + m_block, tile_before, turn_before, True, False)
-            tile_before, turn_before = tile + m_block, turn_of(p, m_block)
+            consumer.block(scores, m_block, block + m_block, tile_before, True, False)
+            tile_before = tile + m_block
         left_masked = (
             cutlass.max(middle, visit.left_masked) if const_expr(p.queries.window.has_left) else m_end
         )
         for m_block in cutlass.range(middle, left_masked, unroll=1):
-            consumer.block(scores, m_block, block + m_block, tile_before, turn_before, False, False)
-            tile_before, turn_before = tile + m_block, turn_of(p, m_block)
+            consumer.block(scores, m_block, block + m_block, tile_before, False, False)
+            tile_before = tile + m_block
         if const_expr(p.queries.window.has_left):
             for m_block in cutlass.range(left_masked, m_end, unroll=1):
-                consumer.block(scores, m_block, block + m_block, tile_before, turn_before, True, False)
-                tile_before, turn_before = tile + m_block, turn_of(p, m_block)
-    consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before, turn_before)
+                consumer.block(scores, m_block, block + m_block, tile_before, True, False)
+                tile_before = tile + m_block
+    consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before)
 
 
 @cute.jit
@@ -159,8 +184,8 @@ def walk_listed(consumer: PairConsumer, rules: KeyRules, mask: KeyMask, problem:
     wait_for_keys(consumer)
     scores = listed.masked(rules.for_head(mask, first_head, p.seqlens.batch), Int32(0))
     m_block = listed.number(Int32(0))
-    consumer.block(scores, m_block, Int32(0), Int32(0), Int32(0), False, True)
-    tile_before, turn_before = first_tile + m_block, listed.turn(Int32(0))
+    consumer.block(scores, m_block, Int32(0), Int32(0), False, True)
+    tile_before = first_tile + m_block
     for i in cutlass.range(p.heads_per_kv_head, unroll=1):
         tile, listed_here = first_tile + i * p.m_end, listed_queries(p, first_head + i)
         of_head = rules.for_head(mask, first_head + i, p.seqlens.batch)
@@ -169,13 +194,13 @@ def walk_listed(consumer: PairConsumer, rules: KeyRules, mask: KeyMask, problem:
         for place in cutlass.range(first, middle, unroll=1):
             m_block = listed_here.number(place)
             in_block = listed_here.masked(of_head, place)
-            consumer.block(in_block, m_block, block, tile_before, turn_before, False, False)
-            tile_before, turn_before = tile + m_block, listed_here.turn(place)
+            consumer.block(in_block, m_block, block, tile_before, False, False)
+            tile_before = tile + m_block
             block += 1
         for place in cutlass.range(middle, listed_here.end, unroll=1):
             m_block = listed_here.number(place)
             in_block = listed_here.fully_seen(of_head)
-            consumer.block(in_block, m_block, block, tile_before, turn_before, False, False)
-            tile_before, turn_before = tile + m_block, listed_here.turn(place)
+            consumer.block(in_block, m_block, block, tile_before, False, False)
+            tile_before = tile + m_block
             block += 1
-    consumer.finish(block - 1, tile_before, turn_before)
+    consumer.finish(block - 1, tile_before)

@@ -28,7 +28,9 @@ class BackwardWork(LoopInvariant):
     Where dQ is summed in a fixed order, a key tile waits at each query tile for some others. It waits for those alone
     that were claimed before it, so there is always one that waits for none. Without a mask they come one behind the
     other, since CTAs that have once waited stay apart. Under a causal mask, or in a window with a right side, each
-    starts at its diagonal, and the last key tile is the first at its queries: so that one is claimed first.
+    starts at its diagonal, and the last key tile is the first at its queries: so that one is claimed first. Key tiles
+    that are claimed one behind the other begin almost together, and most would wait for the one before: so heads have
+    theirs in turn (``BackwardConfig.has_sections``).
 
     ``lists`` is empty, or has the int32 tensor (batch, heads, key tiles, 1 + query tiles, 2) from which
     ``ListedQueries`` are read.
@@ -52,7 +54,7 @@ class BackwardWork(LoopInvariant):
     def coordinates(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
         """(n_block, head_kv, batch) of a tile number."""
         n_block, head_kv, batch = self.order.coordinates(tile)
-        if const_expr(self.config.ordered and self.queries.last_keys_first):
+        if const_expr(self.config.ordered and self.queries.last_keys_first != self.config.has_sections):
             n_block = self._num_n_blocks(batch) - 1 - n_block
         return n_block, head_kv, batch
 

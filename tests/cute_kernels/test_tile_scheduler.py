@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, heads_per_section
+from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, heads_in_turn, heads_per_section
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
@@ -105,3 +105,12 @@ def test_a_tail_leaves_no_long_tiles_for_the_end():
             heapq.heapreplace(ctas, ctas[0] + walks[order.coordinates(tile)[0]])
         ends.append(max(ctas) / (16 * sum(walks) / 132))
     assert ends[0] > 1.02 and ends[1] < 1.01
+
+
+@pytest.mark.parametrize(
+    "most,kv_heads,expected", [(66, 512, 64), (33, 512, 32), (0, 16, 1), (2, 16, 2), (100, 16, 16), (3, 7, 3)]
+)
+def test_sections_of_at_most_so_many_heads_are_about_alike(most, kv_heads, expected):
+    heads = heads_in_turn(most, kv_heads)
+    assert heads == expected <= max(most, 1)
+    assert -(-kv_heads // heads) == -(-kv_heads // min(max(most, 1), kv_heads))

@@ -17,8 +17,10 @@ from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD
+from cute_kernels.tile_scheduler import heads_in_turn
 from hopper.backward.batch import TAIL_HEADS
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
+from hopper.backward.pair_batch import PAIRS_UNDER_WAY
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
@@ -497,7 +499,11 @@ def _launch_gradients(
         arguments.tensor(counter[2:], *counts)
         arguments.add(*sizes)
         add_rules(arguments, rules)
-        arguments.launch(program, (CLUSTER_CTAS * n_blocks, kv_heads, batch), timing, CLUSTER_CTAS)
+        grid = (CLUSTER_CTAS * n_blocks, kv_heads, batch)
+        if c.has_sections:
+            arguments.add(n_blocks, kv_heads, batch, heads_of_section(c, (q, k), PAIRS_UNDER_WAY))
+            grid = (CLUSTER_CTAS * n_blocks * kv_heads * batch, 1, 1)
+        arguments.launch(program, grid, timing, CLUSTER_CTAS)
         return
     arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
     counter = backward_counter(config, sums)
@@ -506,9 +512,18 @@ def _launch_gradients(
     if c.shortens:
         full = (k.shape[1] - scale_and_sides[1]) // c.tile_n if c.window else 0
         tail = min(kv_heads * batch, TAIL_HEADS), min(max(int(full), 0), n_blocks)
+    if c.has_sections:
+        tail = (heads_of_section(c, (q, k), 1),)
     arguments.add(*sizes, n_blocks, kv_heads, batch, *tail, n_blocks * kv_heads * batch, m_blocks)
     add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
+
+
+def heads_of_section(config: BackwardConfig, inputs: tuple[Tensor, Tensor], workers: int) -> int:
+    """As ``DenseBatch.heads_of_section`` has it, for (q, k)."""
+    (batch, seqlen_q, heads, _), kv_heads = inputs[0].shape, inputs[1].shape[2]
+    most = workers * config.rows_apart // seqlen_q // (heads // kv_heads)
+    return heads_in_turn(most, kv_heads * batch)
 
 
 def _launch_strips(

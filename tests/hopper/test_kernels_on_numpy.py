@@ -268,8 +268,12 @@ def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
         ("float16", 64, False, (130, 200), (2, 2), True),
         ("bfloat16", 40, True, (200, 130), (4, 2), False),
         ("bfloat16", 64, True, (1, 1), (1, 1), False),
+        # Key tiles of several heads in turn.
+        ("bfloat16", 128, True, (200, 330), (4, 2), True),
         # Pairs of CTAs, two clusters; of the last one, the second CTA has no keys.
         ("bfloat16", 200, True, (150, 150), (2, 1), False),
+        ("bfloat16", 200, True, (150, 180), (4, 2), True),
+        ("float16", 136, False, (70, 300), (2, 2), True),
     ],
 )
 def test_backward(dtype, head_dim, causal, seqlens, heads, ordered) -> None:
