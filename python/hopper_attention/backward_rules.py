@@ -19,8 +19,10 @@ from hopper.backward.config import (
     MAX_UNPAIRED_HEAD_DIM,
     BackwardConfig,
     check_backward_size,
+    fit_one_tile,
     fit_strips,
     select_backward_config,
+    select_one_tile_config,
     select_strip_config,
 )
 from hopper_attention.backends import (
@@ -50,7 +52,7 @@ class BackwardProblem(NamedTuple):
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...).
     ``deterministic`` asks for gradients of the same bits in every run. ``has_window``, ``has_chunk`` and ``scores`` as
-    in ``AttentionProblem``, ``in_strips`` as in ``GradientProblem``.
+    in ``AttentionProblem``, ``in_strips`` and ``one_tile`` as in ``GradientProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -63,6 +65,7 @@ class BackwardProblem(NamedTuple):
     scores: ScoreKind = PLAIN
     has_chunk: bool = False
     in_strips: bool = False
+    one_tile: bool = False
 
     @property
     def kind(self) -> GradientProblem:
@@ -79,6 +82,7 @@ class BackwardProblem(NamedTuple):
             scores=self.scores,
             deterministic=self.deterministic,
             in_strips=self.in_strips,
+            one_tile=self.one_tile,
         )
 
 
@@ -173,6 +177,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout, p.scores.functions
     if backend == "hopper" and p.in_strips:
         return select_strip_config(*options)
+    if backend == "hopper" and p.one_tile:
+        return select_one_tile_config(*options)
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
         if p.has_few_keys:
@@ -211,3 +217,17 @@ def in_strips(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     config = select_strip_config(DTYPE_NAMES[p.dtype], head_dim, head_dim, p.causal)
     fits = fit_strips(config, (left, 0 if p.causal else right), (seqlen_q, seqlen_k))
     return p._replace(in_strips=fits)
+
+
+def in_one_tile(problem: BackwardProblem) -> BackwardProblem:
+    """A problem that a kernel serves without others beside it, where the Hopper kernels have one for it: all keys are
+    one tile, nothing changes the scores and no mask but a causal one hides keys (``fit_one_tile``). The LSE has to be
+    contiguous, and to have no gradient."""
+    p, (seqlen_q, seqlen_k) = problem, (problem.q_shape[1], problem.k_shape[1])
+    head_dim = max(p.q_shape[3], p.v_shape[3])
+    if p.has_window or p.has_chunk or p.scores != PLAIN:
+        return p
+    if p.dtype not in DTYPE_NAMES or head_dim > MAX_UNPAIRED_HEAD_DIM:
+        return p
+    config = select_one_tile_config(DTYPE_NAMES[p.dtype], head_dim, head_dim, p.causal)
+    return p._replace(one_tile=fit_one_tile(config, (seqlen_q, seqlen_k)))

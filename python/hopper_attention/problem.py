@@ -91,12 +91,14 @@ class GradientProblem(AttentionProblem):
     Attributes:
         deterministic: gradients are to have the same bits in every run.
         in_strips: window, lengths and heads are such that a kernel can write dQ itself (``backward_rules.in_strips``).
+        one_tile: the keys are so few that a kernel needs none beside it (``backward_rules.in_one_tile``).
         has_few_keys: of packed sequences, that each has so few that the kernel can find delta itself
             (``backward_rules.has_few_keys``).
     """
 
     deterministic: bool = False
     in_strips: bool = False
+    one_tile: bool = False
     has_few_keys: bool = False
 
 

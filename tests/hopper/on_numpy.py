@@ -380,6 +380,9 @@ def backward_on_numpy(
     dout, q, k, v = inputs
     has_strips = isinstance(config, BackwardConfig) and config.strips
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+    if isinstance(config, BackwardConfig) and config.one_tile:
+        _launch_one_tile(config, inputs, (out, lse), (dq, dk, dv), softmax_scale, timing)
+        return dq, dk, dv
 
     lse_log2, delta, sums = prepare_on_numpy(config, out, dout, lse)
     if dlse is not None:
@@ -509,6 +512,32 @@ def _launch_gradients(
     arguments.add(*sizes, n_blocks, kv_heads, batch, *tail, n_blocks * kv_heads * batch, m_blocks)
     add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
+
+
+def _launch_one_tile(
+    config: BackwardConfig,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
+    softmax_scale: float,
+    timing: Timing,
+) -> None:
+    """A kernel with ``one_tile``, of (dout, q, k, v), (out, lse) and (dq, dk, dv)."""
+    c, (_, q, k, _), (out, lse), (dq, dk, dv) = config, inputs, results, gradients
+    batch, seqlen, heads, columns = q.shape
+    kv_heads = k.shape[2]
+    maps = _backward_maps(c, inputs, (lse,), (dk, dv))
+    maps.insert(5, row_map(out, c.tile_m, c.head_dim_v))
+    maps.append(row_map(dq, WARPGROUP_ROWS, c.dq_columns))
+    arguments = Arguments()
+    arguments.add(*maps)
+    arguments.values += [b"\0" * 16] * len(maps)
+    arguments.tensor(dq, (seqlen, columns, heads, batch), (dq.stride(1), dq.stride(2), dq.stride(0)))
+    counter = torch.zeros(2, dtype=torch.int32)
+    arguments.tensor(counter, (len(counter),), ())
+    sizes = seqlen, k.shape[1], heads // kv_heads, 1, kv_heads, batch
+    arguments.add(softmax_scale, *sizes, kv_heads * batch, -(-seqlen // c.tile_m))
+    arguments.launch(program_of(config), (1, 1, 1), timing)
 
 
 def _launch_strips(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from hopper_attention import device_memory
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces, Work
 from hopper_attention.launch import at_once, backward
-from hopper_attention.launch.at_once import Given, Script, Step
-from hopper_attention.launch.backward import BackwardLauncher, GradientLauncher
+from hopper_attention.launch.at_once import Given, Script
+from hopper_attention.launch.backward import GradientLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
-from hopper_attention.layout import TMA_BYTES, repairs_for
+from hopper_attention.layout import TMA_BYTES, new_strides, repairs_for
 from hopper_attention.like_calls import Latest, Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.scores import NO_SCORES
@@ -63,16 +63,12 @@ class GradientCall:
         """That of backward passes like the one of ``tensors``, which ``launcher`` served."""
         _, q, k, v, _, _ = tensors
         facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
-        work = backward.work_pieces(launcher.dq_tile, q.shape)
+        work = launcher.pieces(q.shape)
         script = None
         config = launcher.config
-        if (
-            isinstance(launcher, BackwardLauncher)
-            and isinstance(config, BackwardConfig)
-            and not config.ordered
-        ):
-            memory = tuple(map(Given, range(9, 13)))
-            script = at_once.make_script(_steps(launcher, softmax_scale, options, memory))
+        if isinstance(config, BackwardConfig) and not config.ordered:
+            memory = tuple(map(Given, range(9, 10 + len(work))))
+            script = at_once.make_script(launcher.steps(softmax_scale, options, memory))
         return cls(launcher, softmax_scale, options, facts, work, script)
 
     def __call__(
@@ -82,7 +78,9 @@ class GradientCall:
         current."""
         dout, q, k, v, out, lse = tensors
         # Not left to the kernels, as one of them would have run before another refuses.
-        addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        addresses = (
+            dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr()
+        )
         index, make = self.launcher.device_index, device_memory.empty_on_gpu
         if addresses % TMA_BYTES or current_device() != index:
             return None
@@ -102,23 +100,8 @@ class GradientCall:
 
     def _with_memory(self, work: Work) -> Script:
         """``script`` for calls on the current stream, in ``work``."""
-        launcher = cast(BackwardLauncher, self.launcher)
-        memory = *work.arguments, device_memory.tile_counter(launcher.device_index)
-        return at_once.make_script(_steps(launcher, self.softmax_scale, self.options, memory))
-
-
-def _steps(
-    launcher: BackwardLauncher, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]
-) -> list[Step]:
-    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv; ``memory`` is work memory and a counter."""
-    dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
-    lse_log2, delta, sums, counter = memory
-    of_call = softmax_scale, *options, *launcher.grid
-    return [
-        Step(launcher.prepare, (out, dout, lse, lse_log2, delta, sums)),
-        Step(launcher.kernel, (q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *of_call)),
-        Step(launcher.finish, (sums, dq, softmax_scale)),
-    ]
+        memory = *work.arguments, device_memory.tile_counter(self.launcher.device_index)
+        return at_once.make_script(self.launcher.steps(self.softmax_scale, self.options, memory))
 
 
 remembered: Remembered[GradientCall] = Remembered(REMEMBERED_CALLS)
@@ -167,7 +150,11 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     sizes = q.shape, k.shape, v.shape
     launcher = backward.find_for_call(*sizes, q.dtype, q.device, causal, deterministic, backend, sides)
-    if launcher is None or not lse.is_contiguous() or repairs_for(*map(TensorSpec.of, tensors[:5])):
+    if (
+        launcher is None
+        or lse.stride() != new_strides(lse.shape)
+        or repairs_for(*map(TensorSpec.of, tensors[:5]))
+    ):
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
     behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
