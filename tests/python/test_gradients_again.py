@@ -200,9 +200,7 @@ def test_a_transform_is_not_served_by_what_was_kept(anew: list[int]) -> None:
         assert len(anew) == before + 1
 
 
-def test_keys_that_are_one_tile_take_one_launch(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch, anew: list[int]
-) -> None:
+def test_keys_that_are_one_tile_take_one_launch(seen: Seen, anew: list[int]) -> None:
     for _ in range(3):
         leaves = qkv(requires_grad=True)
         out, before = flash_attn_func(*leaves, 0.5), len(seen)
@@ -213,10 +211,11 @@ def test_keys_that_are_one_tile_take_one_launch(
         assert [x.data_ptr() for x in (dq, dk, dv)] == [x.data_ptr() for x in grads]
         assert rows.data_ptr() == out.data_ptr() and dout.shape == out.shape and lse.shape == (1, 2, 40)
         assert (scale, ctas) == (0.5, SMS)
-    # By a script, and where no memory is kept for it by one that is given the counter.
-    monkeypatch.setattr(device_memory, "made_of_memory", lambda *given: None)
-    torch.autograd.grad(out, leaves, torch.ones_like(out))
-    assert len(seen[-1]) == len(given) and len(seen) == before + 2 and len(anew) == 2
+    assert len(anew) == 2
+    # The kernel says so where it cannot address a tensor, which is copied then.
+    odd = draw(out.numel() + 1)[1:].view(out.shape)
+    assert all(x.is_contiguous() for x in torch.autograd.grad(out, leaves, odd))
+    assert len(anew) == 3 and seen[-1][3].data_ptr() % 16 == 0
 
 
 def test_a_pass_in_strips_is_made_by_a_script_too(seen: Seen, anew: list[int]) -> None:

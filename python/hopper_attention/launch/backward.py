@@ -88,15 +88,6 @@ class GradientLauncher(Launcher):
         return gradients
 
     @abstractmethod
-    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
-        """The work memory of a pass of queries of this shape."""
-
-    @abstractmethod
-    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
-        """The launches of a pass that gives dout, q, k, v, out and lse, and dq, dk and dv to fill; ``memory`` is that
-        of ``pieces`` and a counter, ``options`` as of ``launch``."""
-
-    @abstractmethod
     def launch(
         self,
         dout: Tensor,
@@ -182,6 +173,15 @@ class PreparedLauncher(GradientLauncher):
     """That of a kernel which ``prepare`` comes before."""
 
     prepare: Kernel
+
+    @abstractmethod
+    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
+        """The work memory of a pass of queries of this shape."""
+
+    @abstractmethod
+    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
+        """The launches of a pass that gives dout, q, k, v, out and lse, and dq, dk and dv to fill; ``memory`` is that
+        of ``pieces`` and a counter, ``options`` as of ``launch``."""
 
     def _prepare(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, work: Work) -> None:
         """Fill ``work``: the lse in base 2, delta, and zeros to add dQ to."""
@@ -281,14 +281,6 @@ class StripLauncher(PreparedLauncher):
 @dataclass(frozen=True)
 class OneTileLauncher(GradientLauncher):
     """That of a kernel which nothing comes before or behind. There is no gradient of the LSE."""
-
-    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
-        return ()
-
-    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
-        dout, q, k, v, out, lse, *gradients = map(Given, range(9))
-        (counter,) = memory
-        return [Step(self.kernel, (q, k, v, dout, lse, out, *gradients, counter, softmax_scale, *self.grid))]
 
     def launch(
         self,
@@ -449,7 +441,7 @@ def find_for_call(
     backend: str | None,
     window: Sides,
     has_dlse: bool = False,
-) -> GradientLauncher | None:
+) -> PreparedLauncher | OneTileLauncher | None:
     """``find_plain``, but a kernel with strips or of one tile where there is one: for whole backward passes, which have
     no use for sums of dQ. ``has_dlse`` says that there is a gradient of the LSE."""
     given = dtype, device, causal, deterministic, backend, window

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
+from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces, Work
 from hopper_attention.launch import at_once, backward
 from hopper_attention.launch.at_once import Given, Script
-from hopper_attention.launch.backward import GradientLauncher
+from hopper_attention.launch.backward import OneTileLauncher, PreparedLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
 from hopper_attention.layout import TMA_BYTES, new_strides, repairs_for
 from hopper_attention.like_calls import Latest, Remembered, may_be_like
@@ -49,7 +50,7 @@ class GradientCall:
     ``gradients`` are what to make for those of q, k and v. Where no counter belongs to a single pass, ``script`` makes
     all launches, with memory for ``work``; a script of its own does, which has that memory, where it is kept."""
 
-    launcher: GradientLauncher
+    launcher: PreparedLauncher
     softmax_scale: float
     options: tuple[Any, ...]
     gradients: tuple[Facts, ...]
@@ -58,7 +59,7 @@ class GradientCall:
 
     @classmethod
     def of(
-        cls, launcher: GradientLauncher, softmax_scale: float, options: tuple[Any, ...], tensors: ForGradients
+        cls, launcher: PreparedLauncher, softmax_scale: float, options: tuple[Any, ...], tensors: ForGradients
     ) -> GradientCall:
         """That of backward passes like the one of ``tensors``, which ``launcher`` served."""
         _, q, k, v, _, _ = tensors
@@ -78,9 +79,7 @@ class GradientCall:
         current."""
         dout, q, k, v, out, lse = tensors
         # Not left to the kernels, as one of them would have run before another refuses.
-        addresses = (
-            dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | lse.data_ptr()
-        )
+        addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
         index, make = self.launcher.device_index, device_memory.empty_on_gpu
         if addresses % TMA_BYTES or current_device() != index:
             return None
@@ -104,11 +103,50 @@ class GradientCall:
         return at_once.make_script(self.launcher.steps(self.softmax_scale, self.options, memory))
 
 
-remembered: Remembered[GradientCall] = Remembered(REMEMBERED_CALLS)
+@dataclass(frozen=True, slots=True, eq=False)
+class OneTileCall:
+    """The same of passes of one launch, whose kernel looks at addresses before it launches anything, and raises
+    ValueError."""
 
-latest: Latest[GradientCall] = Latest()
+    kernel: Kernel
+    device_index: int
+    ctas: int
+    softmax_scale: float
+    gradients: tuple[Facts, ...]
 
-latest_in_order: Latest[GradientCall] = Latest()
+    @classmethod
+    def of(cls, launcher: OneTileLauncher, softmax_scale: float, tensors: ForGradients) -> OneTileCall:
+        """As ``GradientCall.of``."""
+        facts = tuple(Piece(x.shape, x.dtype).facts for x in tensors[1:4])
+        (ctas,) = launcher.grid
+        return cls(launcher.kernel, launcher.device_index, ctas, softmax_scale, facts)
+
+    def __call__(
+        self, tensors: tuple[Tensor, ...], into: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, ...] | None:
+        """As that of ``GradientCall``."""
+        dout, q, k, v, out, lse = tensors
+        index, make = self.device_index, device_memory.empty_on_gpu
+        if current_device() != index:
+            return None
+        of_q, of_k, of_v = self.gradients
+        gradients = into or (make(*of_q), make(*of_k), make(*of_v))
+        dq, dk, dv = gradients
+        counter = device_memory.tile_counter(index)
+        try:
+            self.kernel(q, k, v, dout, lse, out, dq, dk, dv, counter, self.softmax_scale, self.ctas)
+        except ValueError:
+            return None
+        return gradients
+
+
+Kept = GradientCall | OneTileCall
+
+remembered: Remembered[Kept] = Remembered(REMEMBERED_CALLS)
+
+latest: Latest[Kept] = Latest()
+
+latest_in_order: Latest[Kept] = Latest()
 """The same where torch.use_deterministic_algorithms asks for equal bits."""
 
 
@@ -158,7 +196,11 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
     behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
-    call = GradientCall.of(launcher, scale, behind, tensors)
+    call: Kept
+    if isinstance(launcher, OneTileLauncher):
+        call = OneTileCall.of(launcher, scale, tensors)
+    else:
+        call = GradientCall.of(launcher, scale, behind, tensors)
     remembered.keep(key, call, *tensors)
     if lse.requires_grad:
         saved = tensors._replace(lse=lse.detach())
