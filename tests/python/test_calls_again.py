@@ -34,7 +34,7 @@ from hopper_attention.launch import backward, forward, quantize
 from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch import varlen as varlen_launch
 from hopper_attention.like_calls import Latest, Remembered, like, may_be_like
-from tests.python.fake_gpu import forget_launchers, noting, pretend
+from tests.python.fake_gpu import MORE_THAN_A_TILE, forget_launchers, noting, pretend
 
 BF16 = torch.bfloat16
 Seen = list[tuple[Any, ...]]
@@ -54,10 +54,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
 def draw(*shape: int, requires_grad: bool = False, dtype: torch.dtype = BF16) -> Tensor:
     return torch.zeros(shape, dtype=dtype, requires_grad=requires_grad)
-
-
-MORE_THAN_A_TILE = 140
-"""Keys, of which a backward pass takes three launches."""
 
 
 def qkv(rows: int = 40, requires_grad: bool = False) -> list[Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hopper_attention import compile_cache, device_memory, flash_attn_func, ops
 from hopper_attention.launch import backward, forward, gradients_again
-from tests.python.fake_gpu import SMS, forget_launchers, made_anew, noting, pretend
-from tests.python.test_calls_again import MORE_THAN_A_TILE, Seen, draw, qkv
+from tests.python.fake_gpu import MORE_THAN_A_TILE, SMS, forget_launchers, made_anew, noting, pretend
+from tests.python.test_calls_again import Seen, draw, qkv
 
 LAUNCHES = 3
 """Of a backward pass of more keys than a tile has."""
