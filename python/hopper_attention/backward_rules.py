@@ -21,6 +21,7 @@ from hopper.backward.config import (
     check_backward_size,
     fit_one_tile,
     fit_strips,
+    gains_by_one_tile,
     select_backward_config,
     select_one_tile_config,
     select_strip_config,
@@ -221,13 +222,16 @@ def in_strips(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
 
 def in_one_tile(problem: BackwardProblem) -> BackwardProblem:
     """A problem that a kernel serves without others beside it, where the Hopper kernels have one for it: all keys are
-    one tile, nothing changes the scores and no mask but a causal one hides keys (``fit_one_tile``). The LSE has to be
-    contiguous, and to have no gradient."""
-    p, (seqlen_q, seqlen_k) = problem, (problem.q_shape[1], problem.k_shape[1])
+    one tile, nothing changes the scores and no mask but a causal one hides keys (``fit_one_tile``,
+    ``gains_by_one_tile``). The LSE has to be without a gradient."""
+    p, (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = problem, problem.q_shape, problem.k_shape
     head_dim = max(p.q_shape[3], p.v_shape[3])
     if p.has_window or p.has_chunk or p.scores != PLAIN:
         return p
     if p.dtype not in DTYPE_NAMES or head_dim > MAX_UNPAIRED_HEAD_DIM:
         return p
     config = select_one_tile_config(DTYPE_NAMES[p.dtype], head_dim, head_dim, p.causal)
-    return p._replace(one_tile=fit_one_tile(config, (seqlen_q, seqlen_k)))
+    fits = fit_one_tile(config, (seqlen_q, seqlen_k))
+    return p._replace(
+        one_tile=fits and gains_by_one_tile(config, (batch * heads, batch * kv_heads), seqlen_q)
+    )

@@ -39,7 +39,8 @@ def test_gradients(draw, monkeypatch: pytest.MonkeyPatch, head_dim: int, causal:
         for seqlens in (*LENGTHS, *(() if causal else LONGER)):
             for batch, heads in ((2, (2, 2)), (1, (4, 1)), (40, (8, 8))):
                 x = draw(dtype, batch, seqlens, heads, head_dim)
-                assert of_one_tile(x, causal)
+                # Long walks are for as many heads as fill the GPU.
+                assert of_one_tile(x, causal) == (seqlens not in LONGER or batch == 40)
                 leaves = [tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v)]
                 dout, passes = torch.randn_like(x.q), []
                 for _ in range(4):

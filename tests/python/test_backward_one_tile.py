@@ -30,11 +30,12 @@ def problem(
     head_dims: tuple[int, int] = (128, 128),
     causal: bool = True,
     dtype: torch.dtype = BF16,
+    batch: int = 2,
     **features: Any,
 ) -> BackwardProblem:
     (seqlen_q, seqlen_k), (heads_q, heads_kv), (head_dim, head_dim_v) = seqlens, heads, head_dims
-    q_shape = 2, seqlen_q, heads_q, head_dim
-    k_shape, v_shape = ((2, seqlen_k, heads_kv, size) for size in (head_dim, head_dim_v))
+    q_shape = batch, seqlen_q, heads_q, head_dim
+    k_shape, v_shape = ((batch, seqlen_k, heads_kv, size) for size in (head_dim, head_dim_v))
     return BackwardProblem(q_shape, k_shape, v_shape, dtype, causal, **features)
 
 
@@ -42,7 +43,8 @@ def problem(
     "options",
     [
         {},
-        {"causal": False, "seqlens": (4096, 77)},
+        {"causal": False, "seqlens": (512, 77)},
+        {"causal": False, "seqlens": (4096, 77), "batch": 32},
         {"deterministic": True},
         {"heads": (4, 2)},
         {"head_dims": (72, 40)},
@@ -61,6 +63,10 @@ def test_what_is_served(options: dict[str, Any]) -> None:
     "options",
     [
         {"seqlens": (129, 129)},
+        # Long walks of few CTAs, along a sequence or over the heads that share K and V.
+        {"causal": False, "seqlens": (516, 77)},
+        {"causal": False, "seqlens": (4096, 77), "batch": 31},
+        {"causal": False, "seqlens": (132, 77), "heads": (4, 1)},
         {"seqlens": (126, 126)},
         {"seqlens": (128, 64)},
         {"has_window": True},
