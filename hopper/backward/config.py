@@ -32,9 +32,6 @@ MAX_UNPAIRED_HEAD_DIM = 128
 CLEARING_HEAD_DIM = 128
 """At which packed kernels clear the sums of dQ themselves."""
 
-FEW_QUERY_TILES, MANY_HEADS = 8, 128
-"""Query tiles that a CTA may visit with ``one_tile`` where there are fewer key/value heads than the latter."""
-
 LSE_ROWS = 4
 """float32 of which TMA can address multiples alone."""
 
@@ -475,14 +472,6 @@ def fit_one_tile(config: BackwardConfig, seqlens: tuple[int, int]) -> bool:
     seqlen_q, seqlen_k = seqlens
     sees_keys = not config.causal or seqlen_q <= seqlen_k
     return 0 < seqlen_k <= config.tile_n and sees_keys and seqlen_q % LSE_ROWS == 0
-
-
-def gains_by_one_tile(config: BackwardConfig, heads: tuple[int, int], seqlen_q: int) -> bool:
-    """Whether one launch is faster than three, for ``heads`` of Q and of K in all batches. A CTA has the time that
-    ``prepare`` saves in each of its query tiles: where heads are fewer than SMs and walks are long that counts."""
-    heads_q, heads_kv = heads
-    query_tiles = heads_q // heads_kv * -(-seqlen_q // config.tile_m)
-    return query_tiles <= FEW_QUERY_TILES or heads_kv >= MANY_HEADS
 
 
 def check_backward_size(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:

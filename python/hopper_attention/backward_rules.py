@@ -21,7 +21,6 @@ from hopper.backward.config import (
     check_backward_size,
     fit_one_tile,
     fit_strips,
-    gains_by_one_tile,
     select_backward_config,
     select_one_tile_config,
     select_strip_config,
@@ -46,6 +45,9 @@ from hopper_attention.torch_rules import why_not_torch_gradient
 
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
 KernelConfig = BackwardConfig | AmpereBackwardConfig
+
+FEW_QUERY_TILES, MANY_HEADS = 8, 128
+"""Query tiles that a CTA may visit with ``one_tile`` where there are fewer key/value heads than the latter."""
 
 
 class BackwardProblem(NamedTuple):
@@ -235,3 +237,11 @@ def in_one_tile(problem: BackwardProblem) -> BackwardProblem:
     return p._replace(
         one_tile=fits and gains_by_one_tile(config, (batch * heads, batch * kv_heads), seqlen_q)
     )
+
+
+def gains_by_one_tile(config: BackwardConfig, heads: tuple[int, int], seqlen_q: int) -> bool:
+    """Whether one launch is faster than three, for ``heads`` of Q and of K in all batches. A CTA has the time that
+    ``prepare`` saves in each of its query tiles: where heads are fewer than SMs and walks are long that counts."""
+    heads_q, heads_kv = heads
+    query_tiles = heads_q * -(-seqlen_q // config.tile_m)
+    return query_tiles <= FEW_QUERY_TILES * heads_kv or heads_kv >= MANY_HEADS
