@@ -14,7 +14,7 @@ from cute_kernels.ampere.backward.config import (
 )
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.backward.step import FEW_KEYS
-from cute_kernels.problem import DENSE, VARLEN
+from cute_kernels.problem import DENSE, MAX_SEQLEN, VARLEN
 from hopper.backward.config import (
     MAX_UNPAIRED_HEAD_DIM,
     BackwardConfig,
@@ -46,8 +46,8 @@ from hopper_attention.torch_rules import why_not_torch_gradient
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
 KernelConfig = BackwardConfig | AmpereBackwardConfig
 
-FEW_QUERY_TILES, MANY_HEADS = 8, 128
-"""Query tiles that a CTA may visit with ``one_tile`` where there are fewer key/value heads than the latter."""
+LONGEST_WALKS = (64, MAX_SEQLEN), (16, 8), (0, 4)
+"""Query tiles that a CTA may visit with ``one_tile``, behind the key/value heads that there are at least."""
 
 
 class BackwardProblem(NamedTuple):
@@ -244,4 +244,5 @@ def gains_by_one_tile(config: BackwardConfig, heads: tuple[int, int], seqlen_q: 
     ``prepare`` saves in each of its query tiles: where heads are fewer than SMs and walks are long that counts."""
     heads_q, heads_kv = heads
     query_tiles = heads_q * -(-seqlen_q // config.tile_m)
-    return query_tiles <= FEW_QUERY_TILES * heads_kv or heads_kv >= MANY_HEADS
+    longest = next(tiles for heads, tiles in LONGEST_WALKS if heads_kv >= heads)
+    return query_tiles <= longest * heads_kv

@@ -37,10 +37,10 @@ def test_gradients(draw, monkeypatch: pytest.MonkeyPatch, head_dim: int, causal:
     monkeypatch.setattr(device_memory, "empty_on_gpu", lambda *facts: make(*facts).fill_(math.nan))
     for dtype in DTYPES:
         for seqlens in (*LENGTHS, *(() if causal else LONGER)):
-            for batch, heads in ((2, (2, 2)), (1, (4, 1)), (40, (8, 8))):
+            for batch, heads in ((2, (2, 2)), (2, (4, 2)), (8, (8, 8))):
                 x = draw(dtype, batch, seqlens, heads, head_dim)
                 # Long walks are for as many heads as fill the GPU.
-                assert of_one_tile(x, causal) == (seqlens not in LONGER or batch == 40)
+                assert of_one_tile(x, causal) == (seqlens not in LONGER or batch == 8)
                 leaves = [tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v)]
                 dout, passes = torch.randn_like(x.q), []
                 for _ in range(4):

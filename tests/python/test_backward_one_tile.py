@@ -43,8 +43,9 @@ def problem(
     "options",
     [
         {},
-        {"causal": False, "seqlens": (512, 77)},
-        {"causal": False, "seqlens": (4096, 77), "batch": 32},
+        {"causal": False, "seqlens": (256, 77)},
+        {"causal": False, "seqlens": (512, 77), "batch": 4},
+        {"causal": False, "seqlens": (4096, 77), "batch": 16},
         {"deterministic": True},
         {"heads": (4, 2)},
         {"head_dims": (72, 40)},
@@ -64,9 +65,10 @@ def test_what_is_served(options: dict[str, Any]) -> None:
     [
         {"seqlens": (129, 129)},
         # Long walks of few CTAs, along a sequence or over the heads that share K and V.
-        {"causal": False, "seqlens": (516, 77)},
-        {"causal": False, "seqlens": (4096, 77), "batch": 31},
-        {"causal": False, "seqlens": (132, 77), "heads": (4, 1)},
+        {"causal": False, "seqlens": (260, 77)},
+        {"causal": False, "seqlens": (516, 77), "batch": 15},
+        {"causal": False, "seqlens": (4096, 77), "batch": 15},
+        {"causal": False, "seqlens": (68, 77), "heads": (8, 1)},
         {"seqlens": (126, 126)},
         {"seqlens": (128, 64)},
         {"has_window": True},
