@@ -17,9 +17,10 @@ from tests.gpu.gradients import find_gradient_errors
 pytestmark = pytest.mark.gpu
 
 DTYPES = torch.bfloat16, torch.float16
-LENGTHS = (128, 128), (100, 128), (4, 2), (60, 77), (68, 68)
+LENGTHS = (128, 128), (100, 128), (4, 6), (60, 77), (68, 68)
 LONGER = (1000, 128), (4096, 77)
-"""Of calls without a mask: more queries than keys."""
+MORE_QUERIES = (68, 3), *LONGER
+"""Than keys, of calls without a mask."""
 
 
 def of_one_tile(x, causal: bool) -> bool:
@@ -36,7 +37,7 @@ def test_gradients(draw, monkeypatch: pytest.MonkeyPatch, head_dim: int, causal:
     # Whatever is not written shows.
     monkeypatch.setattr(device_memory, "empty_on_gpu", lambda *facts: make(*facts).fill_(math.nan))
     for dtype in DTYPES:
-        for seqlens in (*LENGTHS, *(() if causal else LONGER)):
+        for seqlens in (*LENGTHS, *(() if causal else MORE_QUERIES)):
             for batch, heads in ((2, (2, 2)), (2, (4, 2)), (8, (8, 8))):
                 x = draw(dtype, batch, seqlens, heads, head_dim)
                 # Long walks are for as many heads as fill the GPU.
