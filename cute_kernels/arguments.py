@@ -72,6 +72,12 @@ def backward_tensors(config: Any, sums_of_dq: bool = True) -> tuple:
     return q, k, v, dout, lse, delta, dq, dk, dv, words(cute.sym_int())
 
 
+def one_tile_tensors(config: Any) -> tuple:
+    """The same with dq like q, and out in the place of delta."""
+    q, k, v, dout, lse, _, *rest = backward_tensors(config, sums_of_dq=False)
+    return q, k, v, dout, lse, strided(DSL_DTYPES[config.dtype], dout.shape, VECTOR_ELEMENTS), *rest
+
+
 def mask_arguments(config: Any) -> tuple:
     """The sides of a window and the keys of a chunk, None for what the config has no use for."""
     sides = (Int32(0), Int32(0)) if config.window else (None, None)

@@ -153,6 +153,16 @@ class PackedBatch(DenseBatch):
         return self._work_type.mail_words
 
 
+@dataclass(frozen=True)
+class WrittenBatch(DenseBatch):
+    """Sequences of one length, whose dQ is a tensor like Q."""
+
+    def view_sums(self, mdQ: cute.Tensor) -> cute.Tensor:
+        return self.view(mdQ)
+
+
 def batch_of(config: BackwardConfig) -> DenseBatch:
-    """By the layout of the config."""
+    """By the layout of the config, and by what it makes of dQ."""
+    if config.writes_dq:
+        return WrittenBatch(config)
     return DenseBatch(config) if config.layout == DENSE else PackedBatch(config)

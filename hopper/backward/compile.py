@@ -7,6 +7,7 @@ from cute_kernels.arguments import (
     captured_arguments,
     compile_for_torch,
     mask_arguments,
+    one_tile_tensors,
     philox_argument,
     plan_arguments,
     query_lists_argument,
@@ -14,6 +15,7 @@ from cute_kernels.arguments import (
 )
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
 from hopper.backward.kernel import BackwardKernel, GeneralBackwardKernel
+from hopper.backward.one_tile import OneTileBackwardKernel
 from hopper.backward.pair_kernel import GeneralPairedBackwardKernel, PairedBackwardKernel
 from hopper.backward.strip_kernel import StripBackwardKernel
 
@@ -34,7 +36,8 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     contiguous, padded to a multiple of tile_m: the base-2 log-sum-exp of each row, +inf for rows without keys and
     past the end, and rowsum(dout * out), 0 past the end. dq float32 (b, h, query tiles, dq_parts, dq_words), zeros,
     contiguous, is added to in the order of ``config.dq_order``, without softmax_scale; with
-    ``config.strips`` it is like q, and written.
+    ``config.strips`` or ``config.one_tile`` it is like q, and written. With ``config.one_tile`` lse is in base e, not
+    padded and -inf for rows without keys, and in the place of delta comes out, like dout.
 
     With the layout "varlen" q and dout are (total_q, h, ...), k, v, dk and dv (total_k, hk, ...), lse and delta (h,
     tiles * tile_m), dq (h, tiles, dq_parts, dq_words). tiles is ``plan_entries`` of total_q, batch and tile_m: each
@@ -44,10 +47,12 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     the sequences are not.
     """
     c, scale = config, Float32(0.0)
-    is_paired, tensors = isinstance(c, PairedBackwardConfig), backward_tensors(c, not c.strips)
+    is_paired = isinstance(c, PairedBackwardConfig)
+    tensors = one_tile_tensors(c) if c.one_tile else backward_tensors(c, not c.strips)
     ctas = (Int32(1),) if c.is_persistent else ()
     if c.is_plain:
-        kernel = (PairedBackwardKernel if is_paired else BackwardKernel)(c)
+        plain = OneTileBackwardKernel if c.one_tile else BackwardKernel
+        kernel = (PairedBackwardKernel if is_paired else plain)(c)
         return compile_for_torch(kernel, *tensors, scale, *ctas, options=options)
     general = StripBackwardKernel if c.strips else GeneralBackwardKernel
     return compile_for_torch(

@@ -36,6 +36,9 @@ SPILLING_HEAD_DIM = 96
 """At which couriers of packed sequences would spill with the registers of others, and consumers have some to spare."""
 TWO_CONSUMERS_OF_COURIERS = Registers(consumer=232, producer=40)
 
+LSE_ROWS = 4
+"""float32 of which TMA can address multiples alone."""
+
 CLUSTER_CTAS = 2
 """CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
 
@@ -56,7 +59,9 @@ class BackwardConfig:
     ``fit_strips`` and as many heads of K and V as of Q. With ``clears_ahead`` a warp of the kernel clears the
     sums of dQ, ahead of the key tiles that add to them; else they are zero before the launch. With
     ``few_keys`` it finds delta as the sum of P dP in float32, for those packed sequences that have no more than
-    FEW_KEYS keys; others take that of ``prepare``.
+    FEW_KEYS keys; others take that of ``prepare``. With ``one_tile`` there are no more keys than a tile has
+    (``fit_one_tile``): the kernel finds delta and the base-2 LSE itself, and writes dQ in 16 bits, so that nothing is
+    launched beside it.
     """
 
     dtype: str
@@ -79,6 +84,7 @@ class BackwardConfig:
     strips: bool = False
     clears_ahead: bool = False
     few_keys: bool = False
+    one_tile: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -143,7 +149,7 @@ class BackwardConfig:
     def shortens(self) -> bool:
         """Whether the walks of a head's key tiles get shorter towards its end, as the number of a tile alone says, and
         the order of tiles is free."""
-        is_free = not (self.strips or self.ordered or self.block_lists or self.chunk)
+        is_free = not (self.strips or self.one_tile or self.ordered or self.block_lists or self.chunk)
         return is_free and self.layout == DENSE and (self.causal or self.window)
 
     @property
@@ -165,7 +171,12 @@ class BackwardConfig:
 
         Under a causal mask key tiles begin at different queries: of a short sequence most additions are the first to
         their sums, and would wait for memory. Without a mask key tiles begin alike; packed, there are no registers."""
-        return self.is_plain and self.causal and not self.ordered
+        return self.is_plain and self.causal and not (self.ordered or self.one_tile)
+
+    @property
+    def writes_dq(self) -> bool:
+        """Whether dQ leaves the kernel as it is to be, in 16 bits, and not as float32 sums."""
+        return self.strips or self.one_tile
 
     @property
     def least_blocks(self) -> int:
@@ -187,6 +198,11 @@ class BackwardConfig:
     def dq_words(self) -> int:
         """float32 of a dQ tile that one warpgroup computes."""
         return WARPGROUP_ROWS * self.dq_columns
+
+    @property
+    def staged_words(self) -> int:
+        """Words of 32 bits of shared memory in which that is staged."""
+        return self.dq_words // 2 if self.one_tile else self.dq_words
 
     @property
     def dq_order(self) -> WordOrder:
@@ -220,7 +236,11 @@ class BackwardConfig:
         scores = self.stages * self.tile_m * self.tile_n
         vectors = 2 * self.stages * self.tile_m
         elements = rows * (self.head_dim + self.head_dim_v) + scores
-        return 2 * elements + 4 * (vectors + self.stages * self.consumers * self.dq_words) + BARRIER_BYTES
+        if self.one_tile:
+            # O, and both vectors of each warpgroup beside the LSE that is given.
+            elements += self.stages * self.tile_m * self.head_dim_v
+            vectors = (self.stages + 2 * self.consumers) * self.tile_m
+        return 2 * elements + 4 * (vectors + self.stages * self.consumers * self.staged_words) + BARRIER_BYTES
 
     @property
     def name(self) -> str:
@@ -236,6 +256,7 @@ class BackwardConfig:
         parts += ["strips"] if self.strips else []
         parts += ["clears"] if self.clears_ahead else []
         parts += ["few"] if self.few_keys else []
+        parts += ["tile"] if self.one_tile else []
         return "_".join(parts)
 
 
@@ -358,6 +379,11 @@ def validate_backward_config(config: BackwardConfig) -> None:
         )
     if c.few_keys and c.layout == DENSE:
         raise ValueError(f"few_keys is True with layout {c.layout!r}, allowed: 'varlen'")
+    if c.one_tile and (not c.is_plain or c.ordered or is_paired):
+        raise ValueError(
+            f"one_tile is True with is_plain={c.is_plain}, ordered={c.ordered} and head_dim {c.head_dim}, allowed: "
+            f"True, False and at most {MAX_UNPAIRED_HEAD_DIM}"
+        )
     if c.strips and (c.tile_m, c.stages) != (WARPGROUP_ROWS, 2):
         raise ValueError(
             f"tile_m is {c.tile_m} and stages {c.stages}, allowed with strips: {WARPGROUP_ROWS} and 2"
@@ -454,6 +480,26 @@ def fit_strips(config: BackwardConfig, sides: tuple[int, int], seqlens: tuple[in
     whole_tiles = (-(-side // c.tile_m) * c.tile_m for side in sides)
     is_level = seqlen_q <= seqlen_k and (seqlen_k - seqlen_q) % c.tile_m == 0
     return is_level and min(sides) >= 0 and sum(whole_tiles) <= c.tile_n
+
+
+def select_one_tile_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
+    """The config with ``one_tile``, whose dQ has the same bits in every run, for problems that ``fit_one_tile``.
+
+    Raises:
+        ValueError: a head dimension is larger than the kernel takes.
+    """
+    config = select_backward_config(dtype, head_dim, head_dim_v, causal)
+    config = replace(config, one_tile=True, tile_m=WARPGROUP_ROWS)
+    validate_backward_config(config)
+    return config
+
+
+def fit_one_tile(config: BackwardConfig, seqlens: tuple[int, int]) -> bool:
+    """Whether a config with ``one_tile`` serves these lengths of Q and K: its tile has all keys, every query tile sees
+    one of them, and TMA can address an LSE whose rows lie one behind the other."""
+    seqlen_q, seqlen_k = seqlens
+    sees_keys = not config.causal or seqlen_q <= seqlen_k
+    return 0 < seqlen_k <= config.tile_n and sees_keys and seqlen_q % LSE_ROWS == 0
 
 
 def check_backward_size(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:

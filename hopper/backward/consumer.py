@@ -113,6 +113,7 @@ class BackwardConsumer(LoopInvariant):
         stage = state.index
         before = previous_stage(self.config, stage)
         self.pipes.q.consumer_wait(state)
+        self.find_rows(state)
         lse = read_vector(self.sLSE, stage, self.thread, self.config.tile_m)
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, stage], False)
         self.dq.stage(before, state)
@@ -148,6 +149,9 @@ class BackwardConsumer(LoopInvariant):
         self._announce_gradient_of_scores(state)
         issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, stage], True)
         self._add_to_gradient_of_queries(tile, state, parts)
+
+    def find_rows(self, state: PipelineState) -> None:
+        """Before LSE and delta are read: nothing, where they are given."""
 
     def _complete_delta(
         self, scores: KeyScoreTile, delta: cute.Tensor, acc_dP: cute.Tensor, acc_S: cute.Tensor

@@ -74,7 +74,7 @@ class BackwardEpilogue(LoopInvariant):
         c, (sdS, sdQ) = self.config, self.memory
         dtype = consumer.mmas.dk.op.a_dtype
         dk_offset = self.wg * (WARPGROUP_ROWS * c.head_dim)
-        dq_offset = (self.wg * c.stages + buffer) * c.dq_words
+        dq_offset = (self.wg * c.stages + buffer) * c.staged_words
         places = (sdS + dk_offset, sdQ + dq_offset)
         return tuple(
             cute.make_tensor(

@@ -24,7 +24,7 @@ from hopper.backward.clearing import Clearing
 from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
 from hopper.backward.courier import Courier
-from hopper.backward.dq import GradientOfQ, OrderedGradientOfQ
+from hopper.backward.dq import GradientOfQ, OrderedGradientOfQ, QueryTile
 from hopper.backward.epilogue import BackwardEpilogue
 from hopper.backward.exchange import state_of
 from hopper.backward.options import NO_OPTIONS, BackwardOptions, key_rules
@@ -120,7 +120,8 @@ class BackwardKernel:
         mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
         c, batch = self.config, self.batch
         mQ, mK, mV, mdO, mdK, mdV = (batch.view(t) for t in (mQ, mK, mV, mdO, mdK, mdV))
-        mLSE, mDelta = (batch.view_vector(t) for t in (mLSE, mDelta))
+        mLSE = batch.view_vector(mLSE)
+        mDelta = batch.view(mDelta) if const_expr(c.one_tile) else batch.view_vector(mDelta)
         sizes = batch.sizes(mQ, mK, mdQ, window_of(c.causal, options.window), num_ctas)
         layouts = self._smem_layouts()
         vector = cute.make_layout((c.tile_m, c.stages))
@@ -131,13 +132,13 @@ class BackwardKernel:
             cpasync.make_tiled_tma_atom(load, mV, layouts.v, (c.tile_n // c.key_parts, c.head_dim_v)),
             cpasync.make_tiled_tma_atom(load, mdO, layouts.do, (c.tile_m, c.head_dim_v)),
             cpasync.make_tiled_tma_atom(load, mLSE, vector, (c.tile_m,)),
-            cpasync.make_tiled_tma_atom(load, mDelta, vector, (c.tile_m,)),
+            self._delta_atom(load, mDelta, layouts.do, vector),
         )
         stores = (
             cpasync.make_tiled_tma_atom(store, mdK, layouts.dk, (WARPGROUP_ROWS, c.head_dim)),
             cpasync.make_tiled_tma_atom(store, mdV, layouts.dv, (WARPGROUP_ROWS, c.head_dim_v)),
         )
-        if const_expr(c.strips):
+        if const_expr(c.writes_dq):
             tile = (WARPGROUP_ROWS, c.dq_columns)
             stores = *stores, cpasync.make_tiled_tma_atom(store, batch.view(mdQ), layouts.dq, tile)
         self.kernel(
@@ -184,7 +185,7 @@ class BackwardKernel:
             )
         )
         vector = cute.make_layout((c.tile_m, c.stages))
-        sLSE, sDelta = storage.sLSE.get_tensor(vector), storage.sDelta.get_tensor(vector)
+        sLSE, sDelta = storage.sLSE.get_tensor(vector), self._delta_memory(storage, layouts.do, vector)
 
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
@@ -200,7 +201,7 @@ class BackwardKernel:
         pipes = self._make_pipelines(storage)
         window = window_of(c.causal, sides)
         work = replace(self.batch.work(window, scheduler, lengths, heads_per_kv_head, sizes), lists=lists)
-        dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.dq_words, c.stages, c.consumers)))
+        dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.staged_words, c.stages, c.consumers)))
 
         if warp_idx < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(c.registers.producer)
@@ -230,16 +231,9 @@ class BackwardKernel:
                 (dq_memory[None, None, wg], mdQ, wg, thread),
                 (atoms[8:], tensors[8:], softmax_scale),
             )
-            consumer = BackwardConsumer(
-                c,
-                mmas,
-                self._fragments(mmas, (sQ, sK, sV, sdO, sdS), wg),
-                pipes,
-                (sLSE, sDelta),
-                sdS_wg,
-                dq,
-                thread,
-            )
+            fragments = self._fragments(mmas, (sQ, sK, sV, sdO, sdS), wg)
+            parts = (c, mmas, fragments, pipes, (sLSE, sDelta), sdS_wg, dq, thread)
+            consumer = self._make_consumer(parts, sdO, storage)
             rules = key_rules(c, softmax_scale, changes)
             memory = (storage.sdS.data_ptr(), storage.sdQ.data_ptr())
             targets = (atoms[6:], tensors[6:])
@@ -255,6 +249,22 @@ class BackwardKernel:
         if self.config.ordered:
             return OrderedGradientOfQ(pipes.ds, self.config, mmas.dq, *memory)
         return GradientOfQ(self.config, mmas.dq, *memory)
+
+    def _delta_atom(self, load, mDelta: cute.Tensor, tile: cute.ComposedLayout, vector: cute.Layout):
+        """The TMA atom and tensor of delta; ``tile`` is the layout of dO in shared memory."""
+        return cpasync.make_tiled_tma_atom(load, mDelta, vector, (self.config.tile_m,))
+
+    def _delta_memory(self, storage, tile: cute.ComposedLayout, vector: cute.Layout) -> cute.Tensor:
+        """Where that lies in shared memory."""
+        return storage.sDelta.get_tensor(vector)
+
+    def _make_consumer(self, parts: tuple, sdO: cute.Tensor, storage) -> BackwardConsumer:
+        return BackwardConsumer(*parts)
+
+    def _query_tile(self, tile: Int32, place: tuple[Int32, Int32, Int32]) -> Int32 | QueryTile:
+        """What ``dq`` is told of a query tile, by its number among all heads and batches or its place: m_block, head
+        and batch."""
+        return tile
 
     @cute.jit
     def _produce(self, work: BackwardWork, producer: BackwardProducer, sums: tuple, clearing: tuple = ()):
@@ -326,17 +336,21 @@ class BackwardKernel:
                 of_head = work.visit_of_head(visit, (batch, head, n_block))
                 for place in cutlass.range(of_head.begin, of_head.unmasked, unroll=1):
                     m_block, in_block = of_head.number(place), of_head.masked(scores, place)
+                    in_head = m_block, head, batch
                     if const_expr(c.hides_blocks and work.window.has_right):
                         if work.comes_before(m_block, n_block * c.consumers + wg, batch):
-                            consumer.hidden_block(first_tile + m_block, state)
+                            consumer.hidden_block(self._query_tile(first_tile + m_block, in_head), state)
                         else:
-                            consumer.block(in_block, m_block, first_tile + m_block, state, True)
+                            of_dq = self._query_tile(first_tile + m_block, in_head)
+                            consumer.block(in_block, m_block, of_dq, state, True)
                     else:
-                        consumer.block(in_block, m_block, first_tile + m_block, state, not c.block_lists)
+                        of_dq = self._query_tile(first_tile + m_block, in_head)
+                        consumer.block(in_block, m_block, of_dq, state, not c.block_lists)
                     state.advance()
                 for place in cutlass.range(of_head.unmasked, of_head.left_masked, unroll=1):
                     m_block, in_block = of_head.number(place), of_head.fully_seen(scores)
-                    consumer.block(in_block, m_block, first_tile + m_block, state, False)
+                    of_dq = self._query_tile(first_tile + m_block, (m_block, head, batch))
+                    consumer.block(in_block, m_block, of_dq, state, False)
                     state.advance()
                 if const_expr(work.window.has_left):
                     for m_block in cutlass.range(visit.left_masked, visit.end, unroll=1):
@@ -384,6 +398,8 @@ class BackwardKernel:
     def _shared_storage(self, layouts: BackwardLayouts) -> type:
         c = self.config
         vector = c.tile_m * c.stages
+        vectors_of_delta = 2 * c.tile_m * c.consumers if c.one_tile else vector
+        o_elements = cute.cosize(layouts.do.outer) if c.one_tile else 0
 
         @cute.struct
         class SharedStorage:
@@ -396,19 +412,24 @@ class BackwardKernel:
                 cute.struct.MemRange[Int32, MAILBOX_STAGES * self.batch.mail_words], 16
             ]
             sLSE: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
-            sDelta: cute.struct.Align[cute.struct.MemRange[Float32, vector], 128]
+            sDelta: cute.struct.Align[cute.struct.MemRange[Float32, vectors_of_delta], 128]
             sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k.outer)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.v.outer)], 1024]
             sdO: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.do.outer)], 1024]
             sdS: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.ds.outer)], 1024]
-            sdQ: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_words * c.stages * c.consumers], 1024]
+            sdQ: cute.struct.Align[
+                cute.struct.MemRange[Float32, c.staged_words * c.stages * c.consumers], 1024
+            ]
+            sO: cute.struct.Align[cute.struct.MemRange[self.dtype, o_elements], 1024]
 
         return SharedStorage
 
     def _make_pipelines(self, storage) -> BackwardPipelines:
         c = self.config
         warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPS_PER_WARPGROUP * c.consumers)
+        # Of a row: its part of O, or its delta.
+        bytes_beside_do = 2 * c.head_dim_v if c.one_tile else 4
 
         def create(barriers, stages, num_bytes):
             return pipeline.PipelineTmaAsync.create(
@@ -425,7 +446,7 @@ class BackwardKernel:
                 storage.barriers_kv, c.key_parts, 2 * c.tile_n // c.key_parts * (c.head_dim + c.head_dim_v)
             ),
             create(storage.barriers_q, c.stages, c.tile_m * (2 * c.head_dim + 4)),
-            create(storage.barriers_do, c.stages, c.tile_m * (2 * c.head_dim_v + 4)),
+            create(storage.barriers_do, c.stages, c.tile_m * (2 * c.head_dim_v + bytes_beside_do)),
             pipeline.PipelineAsync.create(
                 num_stages=c.stages,
                 producer_group=warps,

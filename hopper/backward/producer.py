@@ -18,7 +18,8 @@ from hopper.tiles import TmaOperand
 
 
 class BackwardOperands(NamedTuple):
-    """What TMA loads: tiles of (rows, columns), and vectors of a number for each query."""
+    """What TMA loads: tiles of (rows, columns), and vectors of a number for each query. With ``one_tile`` ``lse`` is in
+    base e, and in the place of ``delta`` come tiles of O."""
 
     q: TmaOperand
     k: TmaOperand
@@ -75,7 +76,10 @@ class BackwardProducer(LoopInvariant):
         tQsQ, tQgQ = ops.q.partition((c.tile_m, c.head_dim), (None, 0), head, seqlens.rows_q)
         tOsO, tOgO = ops.do.partition((c.tile_m, c.head_dim_v), (None, 0), head, seqlens.rows_q)
         tLsL, tLgL = partition_vector(ops.lse, c.tile_m, head, seqlens)
-        tDsD, tDgD = partition_vector(ops.delta, c.tile_m, head, seqlens)
+        if const_expr(c.one_tile):
+            tDsD, tDgD = ops.delta.partition((c.tile_m, c.head_dim_v), (None, 0), head, seqlens.rows_q)
+        else:
+            tDsD, tDgD = partition_vector(ops.delta, c.tile_m, head, seqlens)
         for place in cutlass.range(visit.begin, visit.end, unroll=1):
             m_block = visit.number(place)
             self.pipes.q.producer_acquire(state)

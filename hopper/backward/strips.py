@@ -12,7 +12,7 @@ from cute_kernels.query_range import Visit
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileScheduler
 from cute_kernels.window import Window
-from hopper.backward.batch import DenseBatch
+from hopper.backward.batch import WrittenBatch
 from hopper.backward.work import BackwardWork
 
 MOST_ROUNDS = 8
@@ -108,11 +108,8 @@ class StripWork(BackwardWork):
 
 
 @dataclass(frozen=True)
-class StripBatch(DenseBatch):
-    """Sequences of one length, whose dQ is a tensor like Q."""
-
-    def view_sums(self, mdQ: cute.Tensor) -> cute.Tensor:
-        return self.view(mdQ)
+class StripBatch(WrittenBatch):
+    """The same in strips of key tiles."""
 
     def sizes(
         self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor, window: Window, num_ctas: Int32

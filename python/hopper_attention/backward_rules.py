@@ -14,13 +14,15 @@ from cute_kernels.ampere.backward.config import (
 )
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.backward.step import FEW_KEYS
-from cute_kernels.problem import DENSE, VARLEN
+from cute_kernels.problem import DENSE, MAX_SEQLEN, VARLEN
 from hopper.backward.config import (
     MAX_UNPAIRED_HEAD_DIM,
     BackwardConfig,
     check_backward_size,
+    fit_one_tile,
     fit_strips,
     select_backward_config,
+    select_one_tile_config,
     select_strip_config,
 )
 from hopper_attention.backends import (
@@ -48,13 +50,16 @@ by it, 744 lost 1 % and 512 and 128 lost 3 % (``backward_cleared_by_length.json`
 SDPA_HAS_ONE = "torch's scaled_dot_product_attention has a fast one"
 KernelConfig = BackwardConfig | AmpereBackwardConfig
 
+LONGEST_WALKS = (64, MAX_SEQLEN), (16, 8), (0, 4)
+"""Query tiles that a CTA may visit with ``one_tile``, behind the key/value heads that there are at least."""
+
 
 class BackwardProblem(NamedTuple):
     """Sizes and options of a 16-bit problem whose gradients are wanted.
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...).
     ``deterministic`` asks for gradients of the same bits in every run. ``has_window``, ``has_chunk`` and ``scores`` as
-    in ``AttentionProblem``, ``in_strips`` as in ``GradientProblem``.
+    in ``AttentionProblem``, ``in_strips`` and ``one_tile`` as in ``GradientProblem``.
     """
 
     q_shape: tuple[int, ...]
@@ -67,6 +72,7 @@ class BackwardProblem(NamedTuple):
     scores: ScoreKind = PLAIN
     has_chunk: bool = False
     in_strips: bool = False
+    one_tile: bool = False
 
     @property
     def kind(self) -> GradientProblem:
@@ -83,6 +89,7 @@ class BackwardProblem(NamedTuple):
             scores=self.scores,
             deterministic=self.deterministic,
             in_strips=self.in_strips,
+            one_tile=self.one_tile,
         )
 
 
@@ -177,6 +184,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     changes = p.scores.has_softcap, p.scores.has_alibi, p.scores.has_dropout, p.scores.functions
     if backend == "hopper" and p.in_strips:
         return select_strip_config(*options)
+    if backend == "hopper" and p.one_tile:
+        return select_one_tile_config(*options)
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
         if p.keys != "many":
@@ -221,3 +230,29 @@ def in_strips(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     config = select_strip_config(DTYPE_NAMES[p.dtype], head_dim, head_dim, p.causal)
     fits = fit_strips(config, (left, 0 if p.causal else right), (seqlen_q, seqlen_k))
     return p._replace(in_strips=fits)
+
+
+def in_one_tile(problem: BackwardProblem) -> BackwardProblem:
+    """A problem that a kernel serves without others beside it, where the Hopper kernels have one for it: all keys are
+    one tile, nothing changes the scores and no mask but a causal one hides keys (``fit_one_tile``,
+    ``gains_by_one_tile``). The LSE has to be without a gradient."""
+    p, (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = problem, problem.q_shape, problem.k_shape
+    head_dim = max(p.q_shape[3], p.v_shape[3])
+    if p.has_window or p.has_chunk or p.scores != PLAIN:
+        return p
+    if p.dtype not in DTYPE_NAMES or head_dim > MAX_UNPAIRED_HEAD_DIM:
+        return p
+    config = select_one_tile_config(DTYPE_NAMES[p.dtype], head_dim, head_dim, p.causal)
+    fits = fit_one_tile(config, (seqlen_q, seqlen_k))
+    return p._replace(
+        one_tile=fits and gains_by_one_tile(config, (batch * heads, batch * kv_heads), seqlen_q)
+    )
+
+
+def gains_by_one_tile(config: BackwardConfig, heads: tuple[int, int], seqlen_q: int) -> bool:
+    """Whether one launch is faster than three, for ``heads`` of Q and of K in all batches. A CTA has the time that
+    ``prepare`` saves in each of its query tiles: where heads are fewer than SMs and walks are long that counts."""
+    heads_q, heads_kv = heads
+    query_tiles = heads_q * -(-seqlen_q // config.tile_m)
+    longest = next(tiles for heads, tiles in LONGEST_WALKS if heads_kv >= heads)
+    return query_tiles <= longest * heads_kv

@@ -189,6 +189,7 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
                 found += backward_of(problem, target, keys)
     if train:
         found += strips_of(model, target)
+        found += of_one_tile(model, target)
         found += [LaunchesConfig()] if capability == HOPPER_CAPABILITY else []
     if True in model.causal:
         found += serving_of(model, capability)
@@ -245,6 +246,17 @@ def strips_of(model: ModelShape, target: Target) -> Iterator[Any]:
             config = backward_rules.select_for(asked.kind, choice.backend, target.capability)
             yield BackwardStep("prepare", config)
             yield config
+
+
+def of_one_tile(model: ModelShape, target: Target) -> Iterator[Any]:
+    """The kernels of the gradients of sequences whose keys are one tile."""
+    q, k, v = model.specs(64)
+    for causal, sides in model.masks:
+        options = model.dtype, causal, False, sides != FULL_SIDES, model.scores
+        asked = backward_rules.in_one_tile(BackwardProblem(q.shape, k.shape, v.shape, *options))
+        choice = backward_rules.choose_for(asked.kind, target, None)
+        if asked.one_tile and choice.backend == "hopper":
+            yield backward_rules.select_for(asked.kind, choice.backend, target.capability)
 
 
 def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from hopper_attention import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
-from hopper_attention.launch.backward import BackwardLauncher
+from hopper_attention.launch.backward import BackwardLauncher, OneTileLauncher
 from hopper_attention.notices import warn_once
 from hopper_attention.reference import attention_naive
 from tests.gpu.gradients import find_gradient_errors
@@ -44,14 +44,14 @@ DQ_ORDER = 2e-3
 def runs(monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of q of the backward passes that ran on the kernel under test; no test may warn that one did not."""
     seen: list[tuple[int, ...]] = []
-    launch = BackwardLauncher.launch
+    for kind in (BackwardLauncher, OneTileLauncher):
 
-    def note(launcher: BackwardLauncher, dout: Tensor, q: Tensor, *others: Any, **options: Any) -> Any:
-        assert isinstance(launcher.config, AmpereBackwardConfig) == (backend == "ampere")
-        seen.append(tuple(q.shape))
-        return launch(launcher, dout, q, *others, **options)
+        def note(launcher: Any, dout: Tensor, q: Tensor, *others: Any, launch: Any = kind.launch) -> Any:
+            assert isinstance(launcher.config, AmpereBackwardConfig) == (backend == "ampere")
+            seen.append(tuple(q.shape))
+            return launch(launcher, dout, q, *others)
 
-    monkeypatch.setattr(BackwardLauncher, "launch", note)
+        monkeypatch.setattr(kind, "launch", note)
     warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="the backward pass of attention")

@@ -16,7 +16,6 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
-from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD
 from cute_kernels.tile_scheduler import heads_in_turn
 from hopper.backward.batch import TAIL_HEADS
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
@@ -280,32 +279,6 @@ def ampere_forward_on_numpy(
     return out, lse
 
 
-def packed_ampere_forward_on_numpy(
-    config: AmpereForwardConfig,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    plan: Tensor,
-    sequences: int,
-    softmax_scale: float,
-    timing: Timing = AT_ONCE,
-    sides: tuple[int, ...] = (),
-    wants_lse: bool = True,
-    rules: Rules = NO_RULES,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of packed (q, k, v) by the kernel of ``config`` without WGMMA, NaN where it writes nothing."""
-    q, k, v = inputs
-    total_q, heads, _ = q.shape
-    out = torch.full((total_q, heads, v.shape[2]), math.nan, dtype=q.dtype)
-    lse = torch.full((heads, total_q if wants_lse else 0), math.nan)
-    arguments = Arguments()
-    for tensor in (q, k, v, out, lse, plan):
-        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
-    arguments.add(sequences, (rules.softcap or softmax_scale) * LOG2_E, *sides)
-    arguments.rules(rules, softmax_scale)
-    tiles = (len(plan) - PLAN_HEADER - RECORD * sequences) // ENTRY * heads
-    arguments.launch(program_of(config), (tiles, 1, 1), timing)
-    return out, lse
-
-
 def fp8_forward_on_numpy(
     config: Fp8ForwardConfig,
     parts: QuantizedQKV,
@@ -382,6 +355,9 @@ def backward_on_numpy(
     dout, q, k, v = inputs
     has_strips = isinstance(config, BackwardConfig) and config.strips
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
+    if isinstance(config, BackwardConfig) and config.one_tile:
+        _launch_one_tile(config, inputs, (out, lse), (dq, dk, dv), softmax_scale, timing)
+        return dq, dk, dv
 
     lse_log2, delta, sums = prepare_on_numpy(config, out, dout, lse)
     if dlse is not None:
@@ -455,28 +431,6 @@ def _launch_ampere_gradients(
     arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
 
 
-def launch_packed_ampere_gradients(
-    config: AmpereBackwardConfig,
-    tensors: tuple[Tensor, ...],
-    plan: Tensor,
-    sequences: int,
-    scale_and_sides: tuple[float | int, ...],
-    timing: Timing = AT_ONCE,
-    rules: Rules = NO_RULES,
-) -> None:
-    """The same of packed sequences: from q to the counter, and a plan of key tiles."""
-    softmax_scale, *sides = scale_and_sides
-    arguments = Arguments()
-    for tensor in tensors:
-        sizes = tensor.shape[:2] if tensor.dim() == 4 else tensor.shape
-        arguments.tensor(tensor, tuple(sizes), tensor.stride()[:-1])
-    arguments.tensor(plan, (len(plan),), ())
-    arguments.add(sequences, softmax_scale, (rules.softcap or softmax_scale) * LOG2_E, *sides)
-    arguments.rules(replace(rules, sinks=None), softmax_scale)
-    ctas = (len(plan) - PLAN_HEADER - RECORD * sequences) // ENTRY * tensors[1].shape[1]
-    arguments.launch(program_of(config), (ctas, 1, 1), timing, ctas if config.ordered else 1)
-
-
 def _launch_gradients(
     config: BackwardConfig,
     arguments: Arguments,
@@ -524,6 +478,32 @@ def heads_of_section(config: BackwardConfig, inputs: tuple[Tensor, Tensor], work
     (batch, seqlen_q, heads, _), kv_heads = inputs[0].shape, inputs[1].shape[2]
     most = workers * config.rows_apart // seqlen_q // (heads // kv_heads)
     return heads_in_turn(most, kv_heads * batch)
+
+
+def _launch_one_tile(
+    config: BackwardConfig,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    gradients: tuple[Tensor, Tensor, Tensor],
+    softmax_scale: float,
+    timing: Timing,
+) -> None:
+    """A kernel with ``one_tile``, of (dout, q, k, v), (out, lse) and (dq, dk, dv)."""
+    c, (_, q, k, _), (out, lse), (dq, dk, dv) = config, inputs, results, gradients
+    batch, seqlen, heads, columns = q.shape
+    kv_heads = k.shape[2]
+    maps = _backward_maps(c, inputs, (lse,), (dk, dv))
+    maps.insert(5, row_map(out, c.tile_m, c.head_dim_v))
+    maps.append(row_map(dq, WARPGROUP_ROWS, c.dq_columns))
+    arguments = Arguments()
+    arguments.add(*maps)
+    arguments.values += [b"\0" * 16] * len(maps)
+    arguments.tensor(dq, (seqlen, columns, heads, batch), (dq.stride(1), dq.stride(2), dq.stride(0)))
+    counter = torch.zeros(2, dtype=torch.int32)
+    arguments.tensor(counter, (len(counter),), ())
+    sizes = seqlen, k.shape[1], heads // kv_heads, 1, kv_heads, batch
+    arguments.add(softmax_scale, *sizes, kv_heads * batch, -(-seqlen // c.tile_m))
+    arguments.launch(program_of(config), (1, 1, 1), timing)
 
 
 def _launch_strips(

@@ -9,6 +9,7 @@ from hopper.backward.config import (
     BackwardConfig,
     PairedBackwardConfig,
     select_backward_config,
+    select_one_tile_config,
     select_strip_config,
     shipped_backward_configs,
     validate_backward_config,
@@ -56,6 +57,8 @@ WINDOWS_AND_PACKED = [
     ),
     *(select_strip_config("bfloat16", head_dim, head_dim, True) for head_dim in (64, 96, 128)),
     select_strip_config("float16", 128, 128, False),
+    *(select_one_tile_config("bfloat16", head_dim, head_dim, True) for head_dim in (64, 96, 128)),
+    select_one_tile_config("float16", 128, 128, False),
     select_backward_config("float16", 192, 192, False, True, window=True, layout="varlen"),
     select_backward_config("bfloat16", 256, 256, True, layout="varlen"),
     *(
@@ -67,7 +70,7 @@ WINDOWS_AND_PACKED = [
         for dtype, size in (("bfloat16", 64), ("float16", 96), ("bfloat16", 128), ("float16", 256))
     ),
 ]
-"""Those of most registers, couriers having 24 or 40, and all strips that are not alike."""
+"""Those of most registers, couriers having 24 or 40, all strips that are not alike, and kernels of one tile."""
 
 
 @pytest.mark.parametrize("config", WINDOWS_AND_PACKED, ids=lambda config: config.name)

@@ -55,6 +55,8 @@ from hopper_attention.launch import (
 Serving = TypeVar("Serving", bound=Any)
 H200 = Target("fake H200", (9, 0), assume_installed=True)
 SMS = 132
+MORE_THAN_A_TILE = 140
+"""Keys, of which a backward pass takes three launches."""
 ADDRESSED = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 
 REMEMBERING = (

@@ -34,7 +34,7 @@ from hopper_attention.launch import backward, forward, quantize
 from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch import varlen as varlen_launch
 from hopper_attention.like_calls import Latest, Remembered, like, may_be_like
-from tests.python.fake_gpu import forget_launchers, noting, pretend
+from tests.python.fake_gpu import MORE_THAN_A_TILE, forget_launchers, noting, pretend
 
 BF16 = torch.bfloat16
 Seen = list[tuple[Any, ...]]
@@ -272,17 +272,17 @@ def gradients_of(
 
 def test_a_backward_call_is_found_once(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
-        leaves = qkv(requires_grad=True)
+        leaves = qkv(MORE_THAN_A_TILE, requires_grad=True)
         gradients_of(lambda leaves=leaves: flash_attn_func(*leaves, 0.5), tuple(leaves))
     for module, name in ((ops, "differentiate"), (backward, "find_plain")):
         monkeypatch.setattr(module, name, refuse)
-    leaves, before = qkv(requires_grad=True), len(seen)
+    leaves, before = qkv(MORE_THAN_A_TILE, requires_grad=True), len(seen)
     found = gradients_of(lambda: flash_attn_func(*leaves, 0.5), tuple(leaves))
     assert [x.shape for x in found] == [x.shape for x in leaves] and all(x.is_contiguous() for x in found)
     # The forward kernel, and the three of the backward pass.
     _, prepare, kernel, finish = seen[before:]
     assert kernel[7] is found[1] and kernel[8] is found[2] and kernel[10] == finish[2] == 0.5
-    assert finish[1] is found[0] and prepare[2].shape == (1, 2, 40)
+    assert finish[1] is found[0] and prepare[2].shape == (1, 2, MORE_THAN_A_TILE)
     assert [x.data_ptr() for x in kernel[:3]] == [x.data_ptr() for x in leaves]
     with pytest.raises(AssertionError, match="found anew"):
         gradients_of(lambda: flash_attn_func(*leaves, 0.25), tuple(leaves))
@@ -292,7 +292,7 @@ def test_a_backward_call_is_found_once(seen: Seen, monkeypatch: pytest.MonkeyPat
 def test_launches_of_a_backward_pass_get_what_those_of_the_first_got(seen: Seen, causal: bool) -> None:
     passes = []
     for _ in range(4):
-        leaves = qkv(requires_grad=True)
+        leaves = qkv(MORE_THAN_A_TILE, requires_grad=True)
         out, lse = flash_attn_func(*leaves, 0.25, causal, return_attn_probs=True)
         seen.clear()
         dout = torch.ones_like(out)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from hopper_attention import compile_cache, device_memory, flash_attn_func, ops
 from hopper_attention.launch import backward, forward, gradients_again
-from tests.python.fake_gpu import forget_launchers, made_anew, noting, pretend
+from tests.python.fake_gpu import MORE_THAN_A_TILE, SMS, forget_launchers, made_anew, noting, pretend
 from tests.python.test_calls_again import Seen, draw, qkv
 
 LAUNCHES = 3
-"""Of a backward pass."""
+"""Of a backward pass of more keys than a tile has."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,10 +47,10 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def passes(count: int = 3, **options: Any) -> tuple[list[Tensor], Tensor]:
     """Leaves, and the output of the last of so many calls, each with a backward pass but the last."""
     for _ in range(count):
-        leaves = qkv(requires_grad=True)
+        leaves = qkv(MORE_THAN_A_TILE, requires_grad=True)
         out = flash_attn_func(*leaves, **options)
         torch.autograd.grad(out, leaves, torch.ones_like(out))
-    leaves = qkv(requires_grad=True)
+    leaves = qkv(MORE_THAN_A_TILE, requires_grad=True)
     return leaves, flash_attn_func(*leaves, **options)
 
 
@@ -58,7 +58,7 @@ def test_an_lse_that_nobody_wants_is_saved_and_no_result(seen: Seen, anew: list[
     leaves, out = passes()
     assert len(anew) == 2 and out.grad_fn is not None and len(out.grad_fn._input_metadata) == 1
     lse = seen[-1][4]
-    assert out.grad_fn.saved_tensors[4].data_ptr() == lse.data_ptr() and lse.shape == (1, 2, 40)
+    assert out.grad_fn.saved_tensors[4].data_ptr() == lse.data_ptr() and lse.shape == (1, 2, MORE_THAN_A_TILE)
     torch.autograd.grad(out, leaves, torch.ones_like(out))
     assert seen[-LAUNCHES][2].data_ptr() == lse.data_ptr() and len(anew) == 2
     # Where it is wanted it has a gradient, and calls with and without it do not take each other's place.
@@ -84,7 +84,7 @@ def strided(x: Tensor) -> Tensor:
     "make",
     [
         lambda x: x.new_ones(()).expand(x.shape),
-        lambda x: torch.ones(1, 2, 40, 64, dtype=x.dtype).transpose(1, 2),
+        lambda x: torch.ones(1, 2, MORE_THAN_A_TILE, 64, dtype=x.dtype).transpose(1, 2),
         strided,
         lambda x: draw(x.numel() + 1)[1:].view(x.shape),
     ],
@@ -105,7 +105,7 @@ def test_a_gradient_of_another_layout_is_not_taken_for_those_before(
 def test_saved_tensors_that_hooks_change_are_compared(seen: Seen, anew: list[int]) -> None:
     passes()
     before = len(anew)
-    leaves = qkv(requires_grad=True)
+    leaves = qkv(MORE_THAN_A_TILE, requires_grad=True)
 
     def unpack(x: Tensor) -> Tensor:
         return x if x.dim() != 4 else x.mT.contiguous().mT
@@ -198,3 +198,34 @@ def test_a_transform_is_not_served_by_what_was_kept(anew: list[int]) -> None:
         total = torch.func.grad(lambda *given: flash_attn_func(*given).float().sum(), argnums=(0, 1, 2))
         assert [x.shape for x in total(*qkv())] == [(1, 40, 2, 64)] * 3
         assert len(anew) == before + 1
+
+
+def test_keys_that_are_one_tile_take_one_launch(seen: Seen, anew: list[int]) -> None:
+    for _ in range(3):
+        leaves = qkv(requires_grad=True)
+        out, before = flash_attn_func(*leaves, 0.5), len(seen)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+        (given,) = seen[before:]
+        q, k, v, dout, lse, rows, dq, dk, dv, _, scale, ctas = given
+        assert [x.data_ptr() for x in (q, k, v)] == [x.data_ptr() for x in leaves]
+        assert [x.data_ptr() for x in (dq, dk, dv)] == [x.data_ptr() for x in grads]
+        assert rows.data_ptr() == out.data_ptr() and dout.shape == out.shape and lse.shape == (1, 2, 40)
+        assert (scale, ctas) == (0.5, SMS)
+    assert len(anew) == 2
+    # The kernel says so where it cannot address a tensor, which is copied then.
+    odd = draw(out.numel() + 1)[1:].view(out.shape)
+    assert all(x.is_contiguous() for x in torch.autograd.grad(out, leaves, odd))
+    assert len(anew) == 3 and seen[-1][3].data_ptr() % 16 == 0
+
+
+def test_a_pass_in_strips_is_made_by_a_script_too(seen: Seen, anew: list[int]) -> None:
+    launches = []
+    for _ in range(3):
+        leaves = qkv(MORE_THAN_A_TILE, requires_grad=True)
+        out, before = flash_attn_func(*leaves, causal=True, window_size=(100, 0)), len(seen)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        prepare, kernel = seen[before:]
+        assert [x.data_ptr() for x in kernel[6:9]] == [x.data_ptr() for x in grads]
+        assert [x.data_ptr() for x in prepare[3:5]] == [x.data_ptr() for x in kernel[4:6]]
+        launches.append([tuple(x.shape) if hasattr(x, "shape") else x for x in (*prepare, *kernel)])
+    assert launches[0] == launches[1] == launches[2] and len(anew) == 2

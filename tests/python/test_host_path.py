@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -77,11 +78,16 @@ def test_a_forward_call_makes_its_results_and_no_more() -> None:
         assert operations(lambda given=given: flash_attn_func(*given, causal=True)) == []
 
 
-def test_a_backward_call_makes_three_gradients_and_no_more() -> None:
-    leaves = qkv(requires_grad=True)
+@pytest.mark.parametrize("rows", [40, 140])
+def test_a_backward_call_makes_three_gradients_and_no_more(rows: int) -> None:
+    # Of keys that are one tile, in one launch, and of more.
+    leaves = [draw(1, rows, 2, 64, requires_grad=True) for _ in range(3)]
     out = flash_attn_func(*leaves, causal=True)
     dout = torch.ones_like(out)
-    names = operations(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True))
+    backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+    # What its launches share is kept from the first one that is like those before.
+    backward()
+    names = operations(backward)
     # The gradients are not made by the dispatcher.
     assert names == []
 

@@ -20,11 +20,13 @@ from hopper_attention.backward_rules import (
     BackwardProblem,
     KernelConfig,
     choose_for,
+    in_one_tile,
     in_strips,
     select_for,
     unless_too_large,
 )
 from hopper_attention.device_memory import Piece, Pieces, Work
+from hopper_attention.launch.at_once import Given, Step
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
@@ -33,7 +35,7 @@ from hopper_attention.launch.base import (
     index_of,
 )
 from hopper_attention.launch.forward import NO_PLAN, NO_SIDES
-from hopper_attention.layout import make_addressable, new_layout
+from hopper_attention.layout import TMA_BYTES, make_addressable, new_layout, new_strides
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
@@ -60,7 +62,6 @@ class GradientLauncher(Launcher):
     """
 
     config: KernelConfig
-    prepare: Kernel
     kernel: Kernel
     grid: tuple[int, ...]
 
@@ -104,12 +105,6 @@ class GradientLauncher(Launcher):
 
         ``gradients`` are filled; ``options`` is what the kernel takes behind the scale.
         """
-
-    def _prepare(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, work: Work) -> None:
-        """Fill ``work``: the lse in base 2, delta, and zeros to add dQ to."""
-        self.prepare(out, dout, lse, *work.arguments)
-        if dlse is not None:
-            subtract_lse_gradient(work.tensors[1], lse, dlse)
 
     def _start(
         self,
@@ -174,10 +169,45 @@ def listed_options(config: KernelConfig, scores: Scores, q: Tensor, k: Tensor) -
 
 
 @dataclass(frozen=True)
-class BackwardLauncher(GradientLauncher):
+class PreparedLauncher(GradientLauncher):
+    """That of a kernel which ``prepare`` comes before."""
+
+    prepare: Kernel
+
+    @abstractmethod
+    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
+        """The work memory of a pass of queries of this shape."""
+
+    @abstractmethod
+    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
+        """The launches of a pass that gives dout, q, k, v, out and lse, and dq, dk and dv to fill; ``memory`` is that
+        of ``pieces`` and a counter, ``options`` as of ``launch``."""
+
+    def _prepare(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, work: Work) -> None:
+        """Fill ``work``: the lse in base 2, delta, and zeros to add dQ to."""
+        self.prepare(out, dout, lse, *work.arguments)
+        if dlse is not None:
+            subtract_lse_gradient(work.tensors[1], lse, dlse)
+
+
+@dataclass(frozen=True)
+class BackwardLauncher(PreparedLauncher):
     """That of a kernel which adds dQ up in float32, which ``finish`` rounds."""
 
     finish: Kernel
+
+    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
+        return work_pieces(self.dq_tile, q_shape)
+
+    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
+        dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
+        lse_log2, delta, sums, counter = memory
+        of_call = softmax_scale, *options, *self.grid
+        return [
+            Step(self.prepare, (out, dout, lse, lse_log2, delta, sums)),
+            Step(self.kernel, (q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *of_call)),
+            Step(self.finish, (sums, dq, softmax_scale)),
+        ]
 
     def launch(
         self,
@@ -192,8 +222,7 @@ class BackwardLauncher(GradientLauncher):
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
-        pieces = work_pieces(self.dq_tile, q.shape)
-        work = device_memory.work_memory(q.device, self.device_index, pieces)
+        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape))
         self._prepare(dout, out, lse, dlse, work)
         dq, dk, dv = gradients
         counter = self._counter(work.tensors[2])
@@ -215,8 +244,20 @@ class BackwardLauncher(GradientLauncher):
 
 
 @dataclass(frozen=True)
-class StripLauncher(GradientLauncher):
+class StripLauncher(PreparedLauncher):
     """That of a kernel with strips, which writes dQ itself."""
+
+    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
+        return work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q_shape)
+
+    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
+        dout, q, k, v, out, lse, *gradients = map(Given, range(9))
+        lse_log2, delta, sums, counter = memory
+        of_call = softmax_scale, *options, *self.grid
+        return [
+            Step(self.prepare, (out, dout, lse, lse_log2, delta, sums)),
+            Step(self.kernel, (q, k, v, dout, lse_log2, delta, *gradients, counter, *of_call)),
+        ]
 
     def launch(
         self,
@@ -231,11 +272,37 @@ class StripLauncher(GradientLauncher):
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
-        pieces = work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q.shape)
-        work = device_memory.work_memory(q.device, self.device_index, pieces)
+        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape))
         self._prepare(dout, out, lse, dlse, work)
         counter = self._counter(work.tensors[2])
         self._start((q, k, v, dout), (*work.arguments[:2], *gradients), counter, softmax_scale, options)
+
+
+@dataclass(frozen=True)
+class OneTileLauncher(GradientLauncher):
+    """That of a kernel which nothing comes before or behind. There is no gradient of the LSE."""
+
+    def launch(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, ...],
+        softmax_scale: float,
+        dlse: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> None:
+        assert dlse is None, "asked of ``find_for_call``"
+        counter = device_memory.tile_counter(self.device_index)
+        # Of TMA, as that of no other launcher.
+        is_addressable = lse.stride() == new_strides(lse.shape) and lse.data_ptr() % TMA_BYTES == 0
+        rows = (
+            lse if is_addressable else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device).copy_(lse)
+        )
+        self._start((q, k, v, dout), (rows, out, *gradients), counter, softmax_scale, options)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -270,24 +337,29 @@ def find(problem: GradientProblem, device: torch.device, backend: str | None = N
         ValueError: a head dimension is larger than the kernel takes, or the GPU has none.
     """
     config = find_config(problem, device, backend)
-    index = index_of(device)
-    return BackwardLauncher(
-        *_find_parts(config, index), finish=compile_cache.get_backward(BackwardStep("finish", config))
-    )
+    prepare = compile_cache.get_backward(BackwardStep("prepare", config))
+    parts = _find_parts(config, index_of(device))
+    return BackwardLauncher(*parts, prepare, compile_cache.get_backward(BackwardStep("finish", config)))
 
 
-def _find_parts(
-    config: KernelConfig, index: int
-) -> tuple[int, KernelConfig, Kernel, Kernel, tuple[int, ...]]:
+def _find_parts(config: KernelConfig, index: int) -> tuple[int, KernelConfig, Kernel, tuple[int, ...]]:
     """What every ``GradientLauncher`` of a config and a GPU has, in order."""
-    prepare, kernel = map(compile_cache.get_backward, (BackwardStep("prepare", config), config))
-    return index, config, prepare, kernel, (count_ctas(index),) if config.is_persistent else ()
+    kernel = compile_cache.get_backward(config)
+    return index, config, kernel, (count_ctas(index),) if config.is_persistent else ()
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def find_with_strips(problem: GradientProblem, device: torch.device) -> StripLauncher:
     """The same of problems ``in_strips``, of the Hopper kernel."""
-    return StripLauncher(*_find_parts(find_config(problem, device, "hopper"), index_of(device)))
+    config = find_config(problem, device, "hopper")
+    prepare = compile_cache.get_backward(BackwardStep("prepare", config))
+    return StripLauncher(*_find_parts(config, index_of(device)), prepare)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_of_one_tile(problem: GradientProblem, device: torch.device) -> OneTileLauncher:
+    """The same of problems ``in_one_tile``, of the Hopper kernel."""
+    return OneTileLauncher(*_find_parts(find_config(problem, device, "hopper"), index_of(device)))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -368,9 +440,10 @@ def find_for_call(
     deterministic: bool,
     backend: str | None,
     window: Sides,
-) -> GradientLauncher | None:
-    """``find_plain``, but a kernel with strips where there is one: for whole backward passes, which have no use for
-    sums of dQ."""
+    has_dlse: bool = False,
+) -> PreparedLauncher | OneTileLauncher | None:
+    """``find_plain``, but a kernel with strips or of one tile where there is one: for whole backward passes, which have
+    no use for sums of dQ. ``has_dlse`` says that there is a gradient of the LSE."""
     given = dtype, device, causal, deterministic, backend, window
     found = _choose_plain((q_shape, k_shape, v_shape), *given)
     if found is None:
@@ -378,6 +451,8 @@ def find_for_call(
     problem, chosen = found
     if chosen == "hopper":
         problem = in_strips(problem, window)
+        if not has_dlse and in_one_tile(problem).one_tile:
+            return find_of_one_tile(in_one_tile(problem).kind, device)
     return find_with_strips(problem.kind, device) if problem.in_strips else find(problem.kind, device, chosen)
 
 

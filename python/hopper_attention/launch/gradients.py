@@ -40,7 +40,8 @@ def differentiate(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     if scores is NO_SCORES:
         sizes, sides = (q.shape, k.shape, v.shape), mask.sides
-        launch = find_for_call(*sizes, q.dtype, q.device, mask.causal, deterministic, backend, sides)
+        of_call = mask.causal, deterministic, backend, sides, dlse is not None
+        launch = find_for_call(*sizes, q.dtype, q.device, *of_call)
         if launch is not None:
             window = sides if mask.has_window else ()
             dq, dk, dv = launch(dout, q, k, v, out, lse, softmax_scale, dlse, *window)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
+from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces, Work
 from hopper_attention.launch import at_once, backward
-from hopper_attention.launch.at_once import Given, Script, Step
-from hopper_attention.launch.backward import BackwardLauncher, GradientLauncher
+from hopper_attention.launch.at_once import Given, Script
+from hopper_attention.launch.backward import OneTileLauncher, PreparedLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
-from hopper_attention.layout import TMA_BYTES, repairs_for
+from hopper_attention.layout import TMA_BYTES, new_strides, repairs_for
 from hopper_attention.like_calls import Latest, Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.scores import NO_SCORES
@@ -49,7 +50,7 @@ class GradientCall:
     ``gradients`` are what to make for those of q, k and v. Where no counter belongs to a single pass, ``script`` makes
     all launches, with memory for ``work``; a script of its own does, which has that memory, where it is kept."""
 
-    launcher: GradientLauncher
+    launcher: PreparedLauncher
     softmax_scale: float
     options: tuple[Any, ...]
     gradients: tuple[Facts, ...]
@@ -58,21 +59,17 @@ class GradientCall:
 
     @classmethod
     def of(
-        cls, launcher: GradientLauncher, softmax_scale: float, options: tuple[Any, ...], tensors: ForGradients
+        cls, launcher: PreparedLauncher, softmax_scale: float, options: tuple[Any, ...], tensors: ForGradients
     ) -> GradientCall:
         """That of backward passes like the one of ``tensors``, which ``launcher`` served."""
         _, q, k, v, _, _ = tensors
         facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
-        work = backward.work_pieces(launcher.dq_tile, q.shape)
+        work = launcher.pieces(q.shape)
         script = None
         config = launcher.config
-        if (
-            isinstance(launcher, BackwardLauncher)
-            and isinstance(config, BackwardConfig)
-            and not config.ordered
-        ):
-            memory = tuple(map(Given, range(9, 13)))
-            script = at_once.make_script(_steps(launcher, softmax_scale, options, memory))
+        if isinstance(config, BackwardConfig) and not config.ordered:
+            memory = tuple(map(Given, range(9, 10 + len(work))))
+            script = at_once.make_script(launcher.steps(softmax_scale, options, memory))
         return cls(launcher, softmax_scale, options, facts, work, script)
 
     def __call__(
@@ -102,30 +99,54 @@ class GradientCall:
 
     def _with_memory(self, work: Work) -> Script:
         """``script`` for calls on the current stream, in ``work``."""
-        launcher = cast(BackwardLauncher, self.launcher)
-        memory = *work.arguments, device_memory.tile_counter(launcher.device_index)
-        return at_once.make_script(_steps(launcher, self.softmax_scale, self.options, memory))
+        memory = *work.arguments, device_memory.tile_counter(self.launcher.device_index)
+        return at_once.make_script(self.launcher.steps(self.softmax_scale, self.options, memory))
 
 
-def _steps(
-    launcher: BackwardLauncher, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]
-) -> list[Step]:
-    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv; ``memory`` is work memory and a counter."""
-    dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
-    lse_log2, delta, sums, counter = memory
-    of_call = softmax_scale, *options, *launcher.grid
-    return [
-        Step(launcher.prepare, (out, dout, lse, lse_log2, delta, sums)),
-        Step(launcher.kernel, (q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *of_call)),
-        Step(launcher.finish, (sums, dq, softmax_scale)),
-    ]
+@dataclass(frozen=True, slots=True, eq=False)
+class OneTileCall:
+    """The same of passes of one launch, whose kernel looks at addresses before it launches anything, and raises
+    ValueError."""
+
+    kernel: Kernel
+    device_index: int
+    ctas: int
+    softmax_scale: float
+    gradients: tuple[Facts, ...]
+
+    @classmethod
+    def of(cls, launcher: OneTileLauncher, softmax_scale: float, tensors: ForGradients) -> OneTileCall:
+        """As ``GradientCall.of``."""
+        facts = tuple(Piece(x.shape, x.dtype).facts for x in tensors[1:4])
+        (ctas,) = launcher.grid
+        return cls(launcher.kernel, launcher.device_index, ctas, softmax_scale, facts)
+
+    def __call__(
+        self, tensors: tuple[Tensor, ...], into: tuple[Tensor, ...] = ()
+    ) -> tuple[Tensor, ...] | None:
+        """As that of ``GradientCall``."""
+        dout, q, k, v, out, lse = tensors
+        index, make = self.device_index, device_memory.empty_on_gpu
+        if current_device() != index:
+            return None
+        of_q, of_k, of_v = self.gradients
+        gradients = into or (make(*of_q), make(*of_k), make(*of_v))
+        dq, dk, dv = gradients
+        counter = device_memory.tile_counter(index)
+        try:
+            self.kernel(q, k, v, dout, lse, out, dq, dk, dv, counter, self.softmax_scale, self.ctas)
+        except ValueError:
+            return None
+        return gradients
 
 
-remembered: Remembered[GradientCall] = Remembered(REMEMBERED_CALLS)
+Kept = GradientCall | OneTileCall
 
-latest: Latest[GradientCall] = Latest()
+remembered: Remembered[Kept] = Remembered(REMEMBERED_CALLS)
 
-latest_in_order: Latest[GradientCall] = Latest()
+latest: Latest[Kept] = Latest()
+
+latest_in_order: Latest[Kept] = Latest()
 """The same where torch.use_deterministic_algorithms asks for equal bits."""
 
 
@@ -167,11 +188,19 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     sizes = q.shape, k.shape, v.shape
     launcher = backward.find_for_call(*sizes, q.dtype, q.device, causal, deterministic, backend, sides)
-    if launcher is None or not lse.is_contiguous() or repairs_for(*map(TensorSpec.of, tensors[:5])):
+    if (
+        launcher is None
+        or lse.stride() != new_strides(lse.shape)
+        or repairs_for(*map(TensorSpec.of, tensors[:5]))
+    ):
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
     behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
-    call = GradientCall.of(launcher, scale, behind, tensors)
+    call: Kept
+    if isinstance(launcher, OneTileLauncher):
+        call = OneTileCall.of(launcher, scale, tensors)
+    else:
+        call = GradientCall.of(launcher, scale, behind, tensors)
     remembered.keep(key, call, *tensors)
     if lse.requires_grad:
         saved = tensors._replace(lse=lse.detach())

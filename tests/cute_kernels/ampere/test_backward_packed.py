@@ -15,7 +15,8 @@ from tests.cute_kernels.ampere.test_backward_windows import check, exact_gradien
 from tests.cute_kernels.ampere.test_forward_packed import packed_inputs
 from tests.cute_kernels.ampere.test_forward_windows import LATE, NAMES, draw
 from tests.cute_kernels.packing import Packing
-from tests.hopper.on_numpy import NO_RULES, Rules, finish_on_numpy, launch_packed_ampere_gradients
+from tests.hopper.on_numpy import NO_RULES, Rules, finish_on_numpy
+from tests.hopper.packed_ampere import launch_packed_ampere_gradients
 
 LOG2_E = math.log2(math.e)
 

@@ -12,7 +12,8 @@ from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.window import Window, window_of
 from tests.cute_kernels.ampere.test_forward_windows import LATE, check, config_of, draw
 from tests.cute_kernels.packing import Packing
-from tests.hopper.on_numpy import NO_RULES, Rules, packed_ampere_forward_on_numpy
+from tests.hopper.on_numpy import NO_RULES, Rules
+from tests.hopper.packed_ampere import packed_ampere_forward_on_numpy
 
 LENGTHS = [(0, 0), (130, 150), (1, 70), (0, 40), (65, 0), (70, 31), (3, 3), (0, 0)]
 PACKED = [
