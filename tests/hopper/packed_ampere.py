@@ -50,7 +50,7 @@ def launch_packed_ampere_gradients(
     timing: Timing = AT_ONCE,
     rules: Rules = NO_RULES,
 ) -> None:
-    """Run the backward kernel of ``config`` without WGMMA on packed ``tensors``, from q to the counter, and a plan of key
+    """Run the backward kernel of ``config`` on packed ``tensors``, from q to the counter, and a plan of key
     tiles."""
     softmax_scale, *sides = scale_and_sides
     arguments = Arguments()
