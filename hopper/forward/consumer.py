@@ -357,7 +357,8 @@ class Consumer(LoopInvariant):
         """Issue Q K^T of a block. Returns what ``_finish_scores`` is to add to it, where there is something."""
         is_half = cute.size(acc_S) * WARPGROUP_THREADS < WARPGROUP_ROWS * self.config.tile_n
         qk = self.mmas.half_qk[0] if is_half else self.mmas.qk
-        issue_gemm(qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        tSrK = self.tSrK[None, None, None, kv_state.index]
+        issue_gemm(qk, acc_S, self.tSrQ, tSrK, False, steps=self.config.steps_qk)
         return ()
 
     def _finish_scores(self, acc_S: cute.Tensor, products: tuple, kv_state: PipelineState):
