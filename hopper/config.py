@@ -35,6 +35,9 @@ WARPGROUP_ROWS = 64
 BARRIER_BYTES = 1_024
 """Shared memory set aside for mbarriers, the scheduler's mailbox and alignment."""
 
+COLUMNS_PER_STEP, COLUMNS_PER_ATOM = 16, 8
+"""Of 16-bit elements: the K of a WGMMA, and what its N is a multiple of."""
+
 WIDE_HEAD_DIM = 160
 """From here on a Q that is awaited costs more than warpgroups that wait for each other once a tile."""
 
@@ -67,6 +70,8 @@ class ForwardConfig:
     elements of P. ``functions`` are a user's ``score_mod`` and ``mask_mod``. With ``block_lists`` the kernel visits the
     key blocks of a list alone, and asks the mask function only in those that the list calls seen in part. With
     ``page_box`` K and V lie in the pages of a cache, in each so many rows together, or a multiple; 0 is no cache.
+    ``used_head_dim`` and ``used_head_dim_v`` are the columns, of the ``head_dim`` that a row of Q and K has in shared
+    memory, and of V's, that are multiplied where those behind them are known to be zeros; 0 is all.
     """
 
     dtype: str
@@ -92,6 +97,8 @@ class ForwardConfig:
     functions: UserFunctions = NO_FUNCTIONS
     block_lists: bool = False
     page_box: int = 0
+    used_head_dim: int = 0
+    used_head_dim_v: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -158,6 +165,16 @@ class ForwardConfig:
         """Whether a score gets only what its column adds of ALiBi. What is left, one number for a row of a block, is
         added to the row's maximum and subtracted from its exponents."""
         return self.alibi and self.causal and self.element_bytes == 2 and not (self.functions or self.softcap)
+
+    @property
+    def steps_qk(self) -> int:
+        """Steps of Q K^T, each of ``COLUMNS_PER_STEP``, where not all columns are multiplied; 0 is all."""
+        return self.used_head_dim // COLUMNS_PER_STEP
+
+    @property
+    def columns_pv(self) -> int:
+        """Columns of P V."""
+        return self.used_head_dim_v or self.head_dim_v
 
     @property
     def consumers(self) -> int:
@@ -269,6 +286,7 @@ class ForwardConfig:
         parts += [] if self.ctas_per_sm == 1 else [f"x{self.ctas_per_sm}"]
         parts += feature_names(self)
         parts += [f"pages{self.page_box}"] if self.page_box else []
+        parts += [f"used{self.used_head_dim}v{self.used_head_dim_v}"] if self.used_head_dim else []
         return "_".join(parts)
 
 
@@ -310,6 +328,7 @@ def validate_forward_config(config: ForwardConfig) -> None:
             f"divide tile_n, {c.tile_n}"
         )
     check_block_lists(c)
+    _validate_used_columns(c)
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(
@@ -318,6 +337,20 @@ def validate_forward_config(config: ForwardConfig) -> None:
         )
     if c.smem_bytes > c.smem_limit:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {c.smem_limit}")
+
+
+def _validate_used_columns(config: ForwardConfig) -> None:
+    """Both are given or none is."""
+    c = config
+    if bool(c.used_head_dim) != bool(c.used_head_dim_v) or (c.used_head_dim and c.element_bytes != 2):
+        raise ValueError(
+            f"used_head_dim is {c.used_head_dim} and used_head_dim_v {c.used_head_dim_v} of elements of "
+            f"{c.element_bytes} bytes, allowed: 0 and 0, or in 16 bits both more"
+        )
+    for name, step in (("head_dim", COLUMNS_PER_STEP), ("head_dim_v", COLUMNS_PER_ATOM)):
+        used, of_tile = getattr(c, f"used_{name}"), getattr(c, name)
+        if used % step or not 0 <= used <= of_tile:
+            raise ValueError(f"used_{name} is {used}, allowed: multiples of {step} up to {name}, {of_tile}")
 
 
 def _validate_registers(config: ForwardConfig) -> None:

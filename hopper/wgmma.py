@@ -24,10 +24,12 @@ def issue_gemm(
     tB: cute.Tensor,
     accumulate: cutlass.Constexpr[bool],
     closes: cutlass.Constexpr[bool] = True,
+    steps: cutlass.Constexpr[int] = 0,
 ):
     """Start acc (+)= A B^T as one group of asynchronous WGMMAs and return at once.
 
-    With ``closes=False`` the group is left open for the next call.
+    With ``closes=False`` the group is left open for the next call. With ``steps`` only so many are made, from the first
+    on, of those that A and B have.
 
     The atom is made here and not taken from ``tiled_mma``, because its ACCUMULATE field is state: set inside a
     dynamic loop on an atom from outside, it would have to be carried around that loop.
@@ -35,7 +37,7 @@ def issue_gemm(
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     warpgroup.fence()
-    for k in cutlass.range_constexpr(cute.size(tA.shape[2])):
+    for k in cutlass.range_constexpr(steps or cute.size(tA.shape[2])):
         cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     if const_expr(closes):

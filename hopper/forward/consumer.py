@@ -370,7 +370,8 @@ class Consumer(LoopInvariant):
     def _start_scores(self, acc_S: cute.Tensor, kv_state: PipelineState) -> tuple:
         """Issue Q K^T of a block. Returns what ``_finish_scores`` is to add to it, where there is something."""
         qk = self._qk_of(cute.size(acc_S) * WARPGROUP_THREADS // WARPGROUP_ROWS)
-        issue_gemm(qk, acc_S, self.tSrQ, self.tSrK[None, None, None, kv_state.index], False)
+        tSrK = self.tSrK[None, None, None, kv_state.index]
+        issue_gemm(qk, acc_S, self.tSrQ, tSrK, False, steps=self.config.steps_qk)
         return ()
 
     def _finish_scores(self, acc_S: cute.Tensor, products: tuple, kv_state: PipelineState):

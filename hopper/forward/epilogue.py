@@ -1,6 +1,7 @@
 """End of a tile: O from registers through shared memory to global memory, LSE straight to global memory."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -13,6 +14,7 @@ from cute_kernels.invariant import LoopInvariant
 from hopper.forward.barriers import sync_consumers, sync_warpgroup
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import o_state, q_state
+from hopper.forward.output import make_accumulator
 from hopper.forward.places import TilePlace
 from hopper.forward.store import DenseTmaStore
 from hopper.forward.unscaled import NoCorrection
@@ -91,7 +93,17 @@ class Epilogue(LoopInvariant):
         thread = self.warp_in_group * cute.arch.WARP_SIZE + self.lane
         if const_expr(self.recomputes_addresses):
             thread = pin(thread, Int32)
-        copy = cute.make_tiled_copy_C(atom, consumer.mmas.pv).get_slice(thread)
-        rO = cute.make_rmem_tensor_like(consumer.output.acc, dtype)
-        rO.store(consumer.output.acc.load().to(dtype))
+        copy = cute.make_tiled_copy_C(atom, consumer.mmas.whole_pv).get_slice(thread)
+        rO = self._rounded(consumer, dtype)
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
+
+    def _rounded(self, consumer: Consumer, dtype: Any) -> cute.Tensor:
+        """O in the output's dtype; of columns that P V leaves out, which nobody stores, zeros."""
+        acc, config = consumer.output.acc, consumer.config
+        rO = make_accumulator(consumer.mmas.whole_pv, config.head_dim_v, dtype)
+        if config.columns_pv < config.head_dim_v:
+            rO.fill(0.0)
+        # The columns that there are come first.
+        made = cute.make_tensor(rO.iterator, acc.layout)
+        made.store(acc.load().to(dtype))
+        return rO

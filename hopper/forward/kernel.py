@@ -445,7 +445,8 @@ class ForwardKernel:
         """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
         c = self.config
         narrow = {keys: self._qk_mma(keys) for keys in c.first_widths}
-        return Mmas(self._qk_mma(c.tile_n), self._pv_mma(c.head_dim_v), narrow)
+        whole = (self._pv_mma(c.head_dim_v),) if c.columns_pv < c.head_dim_v else ()
+        return Mmas(self._qk_mma(c.tile_n), self._pv_mma(c.columns_pv), narrow, whole)
 
     def _qk_mma(self, keys: int) -> cute.TiledMma:
         """Q K^T of so many keys."""

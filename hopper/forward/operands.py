@@ -45,11 +45,18 @@ class Pipelines(NamedTuple):
 
 class Mmas(NamedTuple):
     """The tiled MMAs of S = Q K^T and O += P V, each for one warpgroup; ``narrow_qk`` has those of so many of
-    a block's keys (``first_widths``)."""
+    a block's keys (``first_widths``). ``tile_pv`` is empty, or has that of all columns that V has in shared memory, where
+    ``pv`` makes fewer."""
 
     qk: cute.TiledMma
     pv: cute.TiledMma
     narrow_qk: Mapping[int, cute.TiledMma] = MappingProxyType({})
+    tile_pv: tuple[cute.TiledMma, ...] = ()
+
+    @property
+    def whole_pv(self) -> cute.TiledMma:
+        """Whose operand B, and whose result, are as wide as V and O in shared memory."""
+        return self.tile_pv[0] if self.tile_pv else self.pv
 
 
 @dataclass(frozen=True)

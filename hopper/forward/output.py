@@ -1,5 +1,7 @@
 """How the product P V of a key block reaches O, which stays in registers until the epilogue."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
@@ -22,8 +24,10 @@ class Output(LoopInvariant):
 
     def __init__(self, config: ForwardConfig, mmas: Mmas, sV: cute.Tensor, softmax: OnlineSoftmax):
         self.config, self.mma, self.softmax = config, mmas.pv, softmax
-        self.tOrV = keep_descriptor(self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(sV)))
-        self.acc = make_accumulator(mmas.pv, config.head_dim_v)
+        # A descriptor says where V lies. How many of its columns are read is in the instruction.
+        whole = mmas.whole_pv
+        self.tOrV = keep_descriptor(whole.make_fragment_B(whole.get_slice(0).partition_B(sV)))
+        self.acc = make_accumulator(mmas.pv, config.columns_pv)
 
     def clear(self):
         """Before the first block of a tile."""
@@ -56,6 +60,6 @@ class Output(LoopInvariant):
             scale_rows(self.acc, self.softmax.row_scale)
 
 
-def make_accumulator(mma: cute.TiledMma, columns: int) -> cute.Tensor:
+def make_accumulator(mma: cute.TiledMma, columns: int, dtype: Any = Float32) -> cute.Tensor:
     """Registers for a product of one warpgroup."""
-    return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, columns)), Float32)
+    return cute.make_rmem_tensor(mma.partition_shape_C((WARPGROUP_ROWS, columns)), dtype)

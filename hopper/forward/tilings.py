@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from cute_kernels import problem
 from cute_kernels.problem import DENSE, DTYPES, VARLEN
 from hopper.config import (
+    COLUMNS_PER_ATOM,
+    COLUMNS_PER_STEP,
     ONE_CONSUMER_OF_THREE_CTAS,
     THREE_CONSUMERS,
     TWO_CONSUMERS,
@@ -77,8 +79,31 @@ def small_tiling(tile_n: int, stages: int, max_seqlen_k: int = ANY_LENGTH) -> Ti
     return tiling(WARPGROUP_ROWS, tile_n, stages, max_seqlen_k, **fields)
 
 
+@dataclass(frozen=True)
+class PlainTiling:
+    """A tiling for rows of which the wider one, of head_dim and head_dim_v, is in ``head_dims``, and for more keys than
+    ``above``."""
+
+    head_dims: range
+    above: int
+    tiling: Tiling
+
+    def serves(self, widest: int, seqlen_k: int, has_many_tiles: bool) -> bool:
+        return (
+            widest in self.head_dims
+            and seqlen_k > self.above
+            and self.tiling.serves(seqlen_k, has_many_tiles)
+        )
+
+
 HIGH_UNDER_A_MASK = tiling(192, 128, 3, ping_pong=False)
 """At head_dim 64, for warpgroups that walk apart (``ForwardConfig.walks_apart``)."""
+
+
+def high_tiling(tile_n: int, stages: int, max_seqlen_k: int = ANY_LENGTH) -> Tiling:
+    """Tiles of 192 queries, of which there must be enough, without turns."""
+    return replace(tiling(192, tile_n, stages, max_seqlen_k, ping_pong=False), many_tiles=True)
+
 
 BLOCK_KEYS = 16
 """Keys that a block of keys costs beyond its own, about."""
@@ -147,6 +172,50 @@ SHORT_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
 """Rows before those of ``TILINGS`` where all keys are seen. Of few keys a last block is a large part: 1025 are nine
 blocks of 128, or six of 176 (`forward_short_and_ragged.json` in the development results)."""
 
+PLAIN_TILINGS: dict[tuple[int, int, bool], tuple[PlainTiling, ...]] = {
+    **dict.fromkeys(
+        ((64, 64, False), (64, 64, True)),
+        (
+            PlainTiling(range(24, 41, 16), 256, high_tiling(128, 3)),
+            PlainTiling(range(56, 57), 768, high_tiling(128, 3)),
+        ),
+    ),
+    (80, 80, False): (
+        PlainTiling(range(72, 81), 256, high_tiling(112, 3, 320)),
+        PlainTiling(range(72, 73), 320, high_tiling(128, 3, 1280)),
+        PlainTiling(range(80, 81), 1280, tiling(192, 112, 3, ping_pong=False)),
+    ),
+    (80, 80, True): (
+        PlainTiling(range(72, 81), 256, high_tiling(112, 3, 320)),
+        PlainTiling(range(72, 73), 320, high_tiling(128, 3, 2560)),
+        PlainTiling(range(72, 81), 1280, tiling(192, 112, 3, ping_pong=False)),
+    ),
+    (96, 96, False): (
+        PlainTiling(range(88, 89), 256, high_tiling(96, 4)),
+        PlainTiling(range(96, 97), 256, high_tiling(96, 4, 320)),
+        PlainTiling(range(96, 97), 1280, high_tiling(112, 3, 4096)),
+    ),
+    (96, 96, True): (
+        PlainTiling(range(88, 89), 256, high_tiling(96, 4)),
+        PlainTiling(range(96, 97), 256, high_tiling(96, 4, 320)),
+        PlainTiling(range(96, 97), 1280, high_tiling(112, 3)),
+    ),
+    (128, 128, False): (
+        PlainTiling(range(104, 105), 1280, high_tiling(96, 3)),
+        PlainTiling(range(112, 121), 1280, high_tiling(96, 3, 4096)),
+    ),
+    (128, 128, True): (PlainTiling(range(104, 105), 1280, high_tiling(96, 3)),),
+    (160, 160, True): (
+        PlainTiling(range(144, 161), 2560, tiling(128, 128, 2, ping_pong=False, late_rescale=True)),
+    ),
+    (192, 192, True): (
+        PlainTiling(range(176, 193), 0, tiling(128, 112, 2, ping_pong=False, late_rescale=True)),
+    ),
+}
+"""Rows before all others where sequences have one length, there is no window, and nothing is done to scores. Tiles of
+192 queries read K and V less often, which rows that do not fill whole sectors or boxes pay for twice
+(`forward_head_dims.json` in the development results)."""
+
 WINDOW_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     **dict.fromkeys(
         ((64, 64, False), (64, 64, True)),
@@ -205,7 +274,8 @@ def has_many_tiles(
 ) -> bool:
     """Whether a row with ``many_tiles`` serves a dense problem without a window; ``seqlens`` are those of Q and K,
     ``heads`` those of all batches."""
-    rows = TILINGS[(*problem.cover_head_dims(TUNED_HEAD_DIMS, head_dim, head_dim_v), causal)]
+    key = (*problem.cover_head_dims(TUNED_HEAD_DIMS, head_dim, head_dim_v), causal)
+    rows = (*_plain_tiling(key, (head_dim, head_dim_v), seqlens[1], True), *TILINGS[key])
     chosen = next(tiling for tiling in rows if tiling.serves(seqlens[1], True))
     return chosen.many_tiles and -(-seqlens[0] // chosen.tile_m) * heads >= MANY_TILES
 
@@ -236,6 +306,35 @@ def select_forward_config(
         rows = (*SHORT_TILINGS.get(key, ()), *rows)
     chosen = next(tiling for tiling in rows if tiling.serves(seqlen_k, has_many_tiles))
     return replace(_build(chosen, dtype, key), window=window, layout=layout)
+
+
+def _plain_tiling(
+    key: tuple[int, int, bool], head_dims: tuple[int, int], seqlen_k: int, has_many_tiles: bool
+) -> tuple[Tiling, ...]:
+    """The tiling of PLAIN_TILINGS for these head_dims in the tiles of ``key``, if there is one."""
+    widest = max(head_dims)
+    rows = PLAIN_TILINGS.get(key, ())
+    return tuple(row.tiling for row in rows if row.serves(widest, seqlen_k, has_many_tiles))[:1]
+
+
+@lru_cache(maxsize=4096)
+def select_plain_config(
+    dtype: str, head_dim: int, head_dim_v: int, causal: bool, seqlen_k: int, has_many_tiles: bool = False
+) -> ForwardConfig:
+    """``select_forward_config`` where nothing is done to scores, of sequences of one length without a window: tiles
+    that only such problems have, and products without the columns of zeros that rows are filled up with."""
+    config = select_forward_config(
+        dtype, head_dim, head_dim_v, causal, seqlen_k, has_many_tiles=has_many_tiles
+    )
+    pair = config.head_dim, config.head_dim_v
+    for tiling in _plain_tiling((*pair, causal), (head_dim, head_dim_v), seqlen_k, has_many_tiles):
+        config = _build(tiling, dtype, (*pair, causal))
+    used = -(-head_dim // COLUMNS_PER_STEP) * COLUMNS_PER_STEP
+    used_v = -(-head_dim_v // COLUMNS_PER_ATOM) * COLUMNS_PER_ATOM
+    if (used, used_v) != pair:
+        config = replace(config, used_head_dim=used, used_head_dim_v=used_v)
+        validate_forward_config(config)
+    return config
 
 
 def select_with_functions(

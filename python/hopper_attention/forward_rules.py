@@ -17,6 +17,7 @@ from hopper.forward.tilings import (
     has_many_tiles,
     select_forward_config,
     select_paged_config,
+    select_plain_config,
     select_with_functions,
     with_dropout,
 )
@@ -155,7 +156,10 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
         return _with_functions(p, dtype, layout, fields)
     options = p.causal, p.longest_k, p.has_window, layout, p.has_many_tiles
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
-    return replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
+    config = replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
+    if config.is_plain:
+        config = select_plain_config(dtype, p.head_dim, p.head_dim_v, p.causal, p.longest_k, p.has_many_tiles)
+    return config
 
 
 def _with_functions(

@@ -124,7 +124,10 @@ def length_bounds() -> tuple[int, ...]:
         fp8_tilings.FP8_EXACT_LSE_TILINGS,
     )
     rows = [row for table in tables for rows in table.values() for row in rows]
-    return tuple(sorted({row.max_seqlen_k for row in rows} | {ANY_LENGTH}))
+    plain = [row for rows in tilings.PLAIN_TILINGS.values() for row in rows]
+    rows += [row.tiling for row in plain]
+    bounds = {row.max_seqlen_k for row in rows} | {row.above for row in plain if row.above}
+    return tuple(sorted(bounds | {ANY_LENGTH}))
 
 
 def longest_alike(seqlen_k: int) -> int:

@@ -45,6 +45,14 @@ def test_every_head_dim_on_odd_lengths(draw, check, head_dim: int, dtype: torch.
     assert failures == {}
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [32, 40, 72, 80, 88, 96, 104, 112, 120, 144, 224])
+def test_head_dims_between_tiles_where_tiles_are_many(draw, check, head_dim: int, causal: bool) -> None:
+    """Tiles that no other problems have (``PLAIN_TILINGS``), some in part, and rows that see no key."""
+    for seqlens in ((257, 257), (1000, 1333), (2100, 1900)):
+        assert check(draw(torch.bfloat16, 6, seqlens, (12, 4), head_dim), causal) == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pair", HEAD_DIM_PAIRS, ids=str)
 def test_head_dim_v_may_differ(draw, check, pair: tuple[int, int], dtype: torch.dtype) -> None:

@@ -12,9 +12,11 @@ from hopper.forward.fp8.config import Softmax
 from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper.forward.tilings import (
     NATIVE_HEAD_DIMS,
+    TUNED_HEAD_DIMS,
     cover_head_dims,
     has_many_tiles,
     select_forward_config,
+    select_plain_config,
     shipped_forward_configs,
     with_dropout,
 )
@@ -60,6 +62,34 @@ def test_head_dims_that_would_be_a_fifth_zeros_have_kernels_of_their_own():
             config = select_forward_config("float16", head_dim, head_dim, causal, 4096, layout=layout)
             assert (config.head_dim, config.head_dim_v) == (native, native)
             validate_forward_config(config)
+
+
+def test_products_leave_out_the_columns_that_rows_are_filled_up_with():
+    names = {}
+    dims = [*itertools.product(range(8, MAX_HEAD_DIM + 1, 8), (8, 64, 104, 128, 200, 256))]
+    dims += [(d, d) for d in range(8, MAX_HEAD_DIM + 1, 8)]
+    for (d, dv), causal, seqlen_k, many in itertools.product(dims, (False, True), (257, 4096), (False, True)):
+        config = select_plain_config("bfloat16", d, dv, causal, seqlen_k, many)
+        validate_forward_config(config)
+        used = config.used_head_dim or config.head_dim
+        assert d <= used < d + 16 and config.columns_pv == dv
+        assert config.steps_qk in (0, used // 16)
+        assert names.setdefault(config.name, config) == config
+        if (d, dv) in TUNED_HEAD_DIMS:
+            assert not config.used_head_dim
+
+
+def test_high_tiles_of_plain_problems_are_for_many_tiles_of_some_head_dims():
+    for d, causal in ((88, False), (96, True), (104, False), (104, True), (120, False)):
+        few, many = (select_plain_config("float16", d, d, causal, 4096, is_many) for is_many in (False, True))
+        assert (few.tile_m, many.tile_m) == (128, 192) and not many.ping_pong
+        # 22 tiles of 192 queries: six heads are enough of them for every SM.
+        assert [has_many_tiles(d, d, causal, (4096, 4096), heads) for heads in (5, 6)] == [False, True]
+    for d, causal, seqlen_k in ((64, False, 512), (128, False, 4096), (112, True, 4096), (120, False, 16384)):
+        config = select_plain_config("float16", d, d, causal, seqlen_k, True)
+        assert config.tile_m == select_forward_config("float16", d, d, causal, seqlen_k).tile_m
+    by_keys = {256: 64, 257: 192, 1024: 192}
+    assert {n: select_plain_config("float16", 40, 40, False, n, True).tile_m for n in by_keys} == by_keys
 
 
 @pytest.mark.parametrize(
@@ -110,6 +140,10 @@ def test_few_keys_get_the_tiles_with_the_least_padding(head_dim, widths):
             "O is staged in Q's memory and needs 65536 bytes, allowed: 16384",
         ),
         ({"tile_n": 256}, "bytes of shared memory, allowed: 232448"),
+        ({"used_head_dim": 112}, "used_head_dim is 112 and used_head_dim_v 0 of elements of 2 bytes"),
+        ({"used_head_dim": 104, "used_head_dim_v": 104}, "used_head_dim is 104, allowed: multiples of 16"),
+        ({"used_head_dim": 112, "used_head_dim_v": 100}, "used_head_dim_v is 100, allowed: multiples of 8"),
+        ({"used_head_dim": 144, "used_head_dim_v": 64}, "used_head_dim is 144, .* up to head_dim, 128"),
     ],
 )
 def test_invalid_field_is_named(change, message):

@@ -15,7 +15,11 @@ from hopper.forward.fp8.tilings import (
     shipped_fp8_forward_configs,
 )
 from hopper.forward.kernel import ForwardKernel
-from hopper.forward.tilings import select_forward_config, shipped_forward_configs
+from hopper.forward.tilings import (
+    select_forward_config,
+    select_plain_config,
+    shipped_forward_configs,
+)
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
 from tests.hopper.docstrings import table, value
@@ -32,7 +36,26 @@ SHIPPED = (
 
 @pytest.fixture(scope="module")
 def usages() -> dict[ForwardConfig, ResourceUsage]:
-    return usage_of_each([*SHIPPED, *NOT_PLAIN, *ABLATED])
+    return usage_of_each([*SHIPPED, *PLAIN, *NOT_PLAIN, *ABLATED])
+
+
+PLAIN = tuple(
+    dict.fromkeys(
+        select_plain_config(dtype, head_dim, head_dim, causal, seqlen_k, True)
+        for head_dim in (40, 72, 80, 88, 96, 104, 120, 144, 224)
+        for dtype in ("bfloat16", "float16")
+        for causal in (False, True)
+        for seqlen_k in (257, 4096)
+    )
+)
+"""Those of PLAIN_TILINGS where rows have most columns, and some whose products leave out columns of zeros."""
+
+
+@pytest.mark.parametrize("config", PLAIN, ids=lambda config: config.name)
+def test_kernels_of_plain_problems_compile_without_spills(config, usages):
+    usage = usages[config]
+    assert usage.local_bytes == 0
+    assert registers_suffice(config, usage)
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)

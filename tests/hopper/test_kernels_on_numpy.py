@@ -13,7 +13,7 @@ from hopper.backward.config import select_backward_config
 from hopper.config import Registers, validate_forward_config
 from hopper.forward.fp8.config import Softmax
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper.forward.tilings import select_forward_config
+from hopper.forward.tilings import select_forward_config, select_plain_config
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales, quantize_qkv
 from hopper_attention.reference import attention_naive
 from tests.hopper import on_numpy
@@ -66,6 +66,23 @@ def check_forward(config, inputs: list[torch.Tensor], ctas: int = 1) -> None:
 def test_forward(head_dim, causal, seqlens, heads) -> None:
     config = select_forward_config("bfloat16", head_dim, head_dim, causal, seqlens[1])
     check_forward(config, draw(torch.bfloat16, seqlens, heads, head_dim), ctas=2)
+
+
+@pytest.mark.parametrize(
+    "dims,causal,seqlens",
+    [
+        ((40, 40), True, (130, 200)),
+        ((72, 72), False, (200, 130)),
+        ((104, 104), True, (200, 260)),
+        ((224, 224), True, (70, 170)),
+        ((128, 72), False, (70, 170)),
+    ],
+)
+def test_products_leave_out_columns_of_zeros(dims, causal, seqlens) -> None:
+    config = select_plain_config("bfloat16", *dims, causal, 4096, True)
+    assert config.used_head_dim and config.columns_pv == dims[1]
+    inputs = draw(torch.bfloat16, seqlens, (2, 1), dims[0], head_dim_v=dims[1])
+    check_forward(config, inputs, ctas=2)
 
 
 @pytest.mark.parametrize("head_dim,tile_n", [(64, 64), (128, 144)])

@@ -20,8 +20,8 @@ from cute_kernels.problem import DTYPES
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.forward.fp8.tilings import scores_fit_half
-from hopper.forward.tilings import NATIVE_HEAD_DIMS
-from hopper_attention import _kernels, c_library, c_tables
+from hopper.forward.tilings import NATIVE_HEAD_DIMS, select_forward_config
+from hopper_attention import _kernels, c_library, c_tables, forward_rules
 from hopper_attention.backends import Target
 from hopper_attention.decode_rules import ctas_of_pieces, select_decode, why_not_decode
 from hopper_attention.forward_rules import packed_problem_of, select_config, select_for
@@ -79,7 +79,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(c.link_library(folder))
 
 
-def test_dense_problems_get_the_kernel_that_python_selects(library: Library) -> None:
+def test_dense_problems_get_the_kernel_that_python_selects(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those of ``PLAIN_TILINGS`` and those without columns of zeros, which the library has not."""
+
+    def without_plain_tilings(*problem: Any) -> ForwardConfig:
+        return select_forward_config(*problem[:-1], has_many_tiles=problem[-1])
+
+    monkeypatch.setattr(forward_rules, "select_plain_config", without_plain_tilings)
     rng, chosen = random.Random(1), set()
     for _ in range(PROBLEMS):
         p = draw_problem(rng)
