@@ -7,7 +7,7 @@ the pair, row, j.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32, Int64
 
 from cute_kernels.fast_math import pack
 
@@ -15,6 +15,7 @@ ROWS_PER_THREAD = 2
 LANES_PER_ROW = 4
 ROWS_PER_WARP = 16
 COLUMNS_PER_PAIR = 2
+COLUMNS_PER_QUAD = 4
 
 ROW_STRIDE = 8
 """Distance between the two rows that one thread holds."""
@@ -55,6 +56,58 @@ def store_rows(values: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             if row + r * ROW_STRIDE < target.shape[0]:
                 target[row + r * ROW_STRIDE] = values[r]
+
+
+@cute.jit
+def store_quads(acc: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32):
+    """Round the thread's rows, ``row`` and 8 below it, into a 16-bit matrix that may end before them, or before their
+    last columns, at a multiple of 16.
+
+    The accumulator has its columns in the order of ``pair_of_quads``. Neighbouring lanes exchange quads of 32 columns,
+    so that each has eight neighbours and four lanes store 64 bytes of a row together.
+    """
+    rows = as_rows(acc)
+    is_odd = lane % 2 == 1
+    column = lane % LANES_PER_ROW // 2 * COLUMNS_PER_GROUP + lane % 2 * (2 * COLUMNS_PER_GROUP)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        octets = [
+            _exchange_quads(
+                [pack(rows[r, (0, j + i)], rows[r, (1, j + i)], target.element_type) for i in range(4)],
+                is_odd,
+            )
+            for j in range(0, rows.shape[1][1], 4)
+        ]
+        if row + r * ROW_STRIDE < target.shape[0]:
+            start = target[row + r * ROW_STRIDE, None].iterator + column
+            for j in cutlass.range_constexpr(len(octets)):
+                first = j * 4 * COLUMNS_PER_GROUP
+                if first + column < target.shape[1]:
+                    _store_four_words(start.toint(), octets[j], first * target.element_type.width // 8)
+
+
+@cute.jit
+def _exchange_quads(words: list, is_odd: Boolean) -> list:
+    """Of two quads, two words each, an even lane keeps the first and an odd one the second; what comes back are eight
+    neighbouring columns."""
+    sent = [words[i] if is_odd else words[i + 2] for i in range(2)]
+    kept = [words[i + 2] if is_odd else words[i] for i in range(2)]
+    come = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in sent]
+    first = [come[i] if is_odd else kept[i] for i in range(2)]
+    return first + [kept[i] if is_odd else come[i] for i in range(2)]
+
+
+def _store_four_words(address: Int64, words: list, offset: int) -> None:
+    """To global memory, ``offset`` bytes behind an address."""
+    cute.arch.inline_ptx(
+        f"st.global.v4.b32 [{{$r0}}+{offset}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+        read_only_args=[address, *words],
+    )
+
+
+def pair_of_quads(j: int, lane: Int32) -> Int32:
+    """Number of the pair of columns that a thread holds as pair ``j``, where an accumulator has columns such that a
+    thread has four neighbours: of each 16 its first two in the first 8, the others in the second."""
+    return j // 2 * COLUMNS_PER_GROUP + lane % LANES_PER_ROW * 2 + j % 2
 
 
 @cute.jit

@@ -237,7 +237,8 @@ class ForwardConfig:
     @property
     def o_shares_q(self) -> bool:
         """Whether O is staged in Q's shared memory, because a buffer of its own would not fit, nor could V's serve."""
-        return self._o_needs_place and not (self.o_shares_v or self.o_shares_rows)
+        has_place = self.o_shares_v or self.o_shares_rows or self.o_from_registers
+        return self._o_needs_place and not has_place
 
     @property
     def o_shares_v(self) -> bool:
@@ -250,6 +251,21 @@ class ForwardConfig:
     @property
     def o_shares_rows(self) -> bool:
         """Whether O is staged where rows of V wait for their transposition."""
+        return False
+
+    @property
+    def o_from_registers(self) -> bool:
+        """Whether O goes from registers straight to global memory, so that nothing is awaited for its sake."""
+        return False
+
+    @property
+    def has_divisors(self) -> bool:
+        """Whether tile numbers are divided by factors that the host makes."""
+        return self.element_bytes == 2
+
+    @property
+    def finalizes_early(self) -> bool:
+        """Whether the factors of a tile's O are found under its last P V."""
         return False
 
     @property

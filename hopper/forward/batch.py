@@ -53,7 +53,7 @@ class DenseBatch(LoopInvariant):
         self, mQ: cute.Tensor, mK: cute.Tensor, heads_per_section: Int32
     ) -> tuple[TileDivisors, ...]:
         """Of ``order``, for the views of Q and K; none where scales of e4m3 leave no registers for them."""
-        if self.config.element_bytes == 1:
+        if not self.config.has_divisors:
             return ()
         order = self._order(mQ.shape[0], mQ.shape[2], mQ.shape[3], heads_per_section)
         return (order.make_divisors(mQ.shape[2] // mK.shape[2]),)

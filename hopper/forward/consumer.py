@@ -15,6 +15,7 @@ from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig
 from hopper.forward.barriers import PingPong
 from hopper.forward.consumer_loads import NoConsumerLoads
+from hopper.forward.ending import TileEnding
 from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
 from hopper.forward.output import Output
 from hopper.wgmma import issue_gemm
@@ -53,7 +54,12 @@ class Consumer(LoopInvariant):
 
     @cute.jit
     def attend(
-        self, scores: ScoreTile, blocks: KeyBlocks, kv_state: PipelineState, q_phase: Int32
+        self,
+        scores: ScoreTile,
+        blocks: KeyBlocks,
+        kv_state: PipelineState,
+        q_phase: Int32,
+        ending: TileEnding,
     ) -> PipelineState:
         """Leave one tile's O, not yet normalised, in ``output`` and its row statistics in ``softmax``.
 
@@ -70,7 +76,7 @@ class Consumer(LoopInvariant):
         self._queries_have_come()
         self.output.clear()
         if const_expr(self.config.pipelined):
-            kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_phase)
+            kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_phase, ending)
         else:
             kv_state = self._attend_in_order(scores, blocks, unmasked, kv_state, q_phase)
         if const_expr(self.config.walks_apart and blocks.window.has_left):
@@ -99,6 +105,7 @@ class Consumer(LoopInvariant):
         unmasked: Int32,
         kv_state: PipelineState,
         q_phase: Int32,
+        ending: TileEnding,
     ) -> PipelineState:
         """Two-stage pipeline: S of the next block is in flight while P V of this one is, and the softmax of the
         next runs under P V of this (FlashAttention-3, algorithm 2)."""
@@ -118,6 +125,7 @@ class Consumer(LoopInvariant):
         self._release_q(q_phase)
         self.output.enter_product()
         self.output.start(self.tOrP, kv_state.index)
+        ending.under_last_product(self.softmax)
         self.output.wait(self.tOrP, kv_state.index)
         self.pipes.v.consumer_release(kv_state)
         self.output.collect()

@@ -9,10 +9,10 @@ from cutlass.cute.nvgpu import warp
 
 from cute_kernels.dropout import multiply_all
 from cute_kernels.fast_math import pin
-from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.invariant import LoopInvariant
 from hopper.forward.barriers import sync_consumers, sync_warpgroup
 from hopper.forward.consumer import Consumer
+from hopper.forward.ending import TileEnding
 from hopper.forward.operands import o_state, q_state
 from hopper.forward.output import make_accumulator
 from hopper.forward.places import TilePlace
@@ -42,19 +42,27 @@ class Epilogue(LoopInvariant):
         place: TilePlace,
         row: Int32,
         q_phase: Int32,
+        ending: TileEnding,
     ):
         """Normalise and correct O, store O and LSE; release Q where O was staged in its place.
 
         ``row`` is the query index of the thread's first row.
         """
-        m_block, head, seqlens = place.m_block, place.head, place.seqlens
-        config, wg = consumer.config, consumer.wg
-        inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
-        consumer.softmax.finalize(inverse_sum, lse, place.head_kv, seqlens.batch)
+        config = consumer.config
+        inverse_sum, lse = ending.factors(consumer.softmax, place)
         multiply_all(inverse_sum, self.factors)
         self.correction.normalize(consumer.output.acc, inverse_sum)
-        self.store.lse(lse, head, seqlens, row, self.lane)
+        self.store.lse(lse, place.head, place.seqlens, row, self.lane)
+        if const_expr(config.o_from_registers):
+            self.store.rows(consumer.output.acc, place.head, place.seqlens, row, self.lane)
+        else:
+            self._store_by_tma(consumer, place, q_phase)
 
+    @cute.jit
+    def _store_by_tma(self, consumer: Consumer, place: TilePlace, q_phase: Int32):
+        """Through shared memory."""
+        config, wg = consumer.config, consumer.wg
+        m_block, head, seqlens = place.m_block, place.head, place.seqlens
         is_store_warp = self.warp_in_group == 0
         if const_expr(config.o_shares_v):
             sync_consumers(config)

@@ -14,7 +14,6 @@ from cutlass.utils import hopper_helpers
 
 from cute_kernels.dropout import Dropout
 from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.fast_math import pin
 from cute_kernels.fragments import (
     ROW_STRIDE,
     ROWS_PER_THREAD,
@@ -38,6 +37,7 @@ from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
 from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads, ReturnOfO
+from hopper.forward.ending import ending_of
 from hopper.forward.epilogue import Epilogue
 from hopper.forward.kv_source import DenseTma, PackedTma
 from hopper.forward.operands import Mmas, PerOperand, Work
@@ -205,6 +205,7 @@ class ForwardKernel:
             options.captured,
             options.lists,
             self.parts.kv_source.pages(arguments, options.pages),
+            (mO,) if const_expr(c.o_from_registers) else (),
         ).launch(
             grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -234,13 +235,15 @@ class ForwardKernel:
         captured: tuple,
         lists: tuple,
         pages: tuple,
+        outputs: tuple,
     ):
         """One CTA: make barriers and pipelines, then part into producer and consumers, who meet in them alone.
 
         ``scale_log2`` is the factor of scores in exponents of 2: softmax_scale, or the cap of a softcap, times log2(e).
         ``caps`` is empty, or has the factor of a score under the tanh, softmax_scale / cap. ``lengths`` and
         ``divisors`` are what ``batch`` makes of sequence lengths and of numbers to divide by; ``sides`` are those of a
-        window. The other tuples are fields of ``LaunchOptions``, and empty likewise.
+        window; ``outputs`` is that of ``DenseTmaStore``. The other tuples are fields of ``LaunchOptions``, and empty
+        likewise.
         """
         c = self.config
         layouts = self._smem_layouts()
@@ -248,9 +251,11 @@ class ForwardKernel:
         sQ = storage.sQ.get_tensor(layouts.q.outer, swizzle=layouts.q.inner)
         sK = storage.sK.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
         sVt = storage.sV.get_tensor(layouts.vt.outer, swizzle=layouts.vt.inner)
+        # An O that goes from registers has no place, and none is touched.
+        shares_q = c.o_shares_q or c.o_from_registers
         o_memory = (
             storage.sQ
-            if c.o_shares_q
+            if shares_q
             else storage.sV
             if c.o_shares_v
             else storage.sVrows
@@ -308,7 +313,7 @@ class ForwardKernel:
             softmax = precision.make_softmax(scale_log2, extras, storage)
             loads = ConsumerLoads(c, producer, warp_idx)
             parts = operands, pipes, softmax, loads, precision.make_correction(extras, storage)
-            self._consume(work, parts, mLSE, warp_idx)
+            self._consume(work, parts, (mLSE, outputs), warp_idx)
         else:
             if warp_idx < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_decrease(c.registers.producer)
@@ -323,17 +328,18 @@ class ForwardKernel:
                 if const_expr(c.o_shares_rows):
                     loads = ReturnOfO(pipes.o, warp_idx % WARPS_PER_WARPGROUP, lane)
                 parts = operands, pipes, softmax, loads, correction
-                self._consume(work, parts, mLSE, warp_idx - WARPS_PER_WARPGROUP)
+                self._consume(work, parts, (mLSE, outputs), warp_idx - WARPS_PER_WARPGROUP)
 
     @cute.jit
-    def _consume(self, work: Work, parts: tuple, mLSE: cute.Tensor, warp: Int32):
+    def _consume(self, work: Work, parts: tuple, results: tuple, warp: Int32):
         """The consumer warps, numbered from 0: attend to each tile and store it.
 
         ``parts`` are the operands, their pipelines, the softmax, the loads that the consumers issue, and what is added
-        to O.
+        to O; ``results`` are LSE and the ``outputs`` of ``DenseTmaStore``.
         """
         c = self.config
         operands, pipes, softmax, loads, correction = parts
+        mLSE, outputs = results
         lane = cute.arch.lane_idx()
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
         mmas = self._tiled_mmas()
@@ -347,7 +353,7 @@ class ForwardKernel:
         precision = self.parts.precision
         output = precision.make_output(mmas, self._pv_mma, operands.v.smem, softmax)
         consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
-        store = self.parts.batch.store_type(operands.o, mLSE, c.head_dim_v)
+        store = self.parts.batch.store_type(operands.o, mLSE, c.head_dim_v, outputs)
         factors = tuple(each.factor for each in work.rules.dropout)
         epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses, factors)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
@@ -374,12 +380,14 @@ class ForwardKernel:
             correction.begin(place.head_kv, seqlens.batch)
             if const_expr(c.walks_apart):
                 blocks = PartOfBlocks.of(blocks, wg, c.consumers)
-            kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
+            ending = ending_of(
+                c.finalizes_early, tiles, tile, mail_state, place, precision.recomputes_addresses
+            )
+            kv_state = consumer.attend(scores, blocks, kv_state, q_phase, ending)
             if const_expr(precision.recomputes_addresses):
-                # `pin` hides from the compiler that this is known already, and so need not be held in registers.
-                place = tiles.place(pin(tile, Int32), mail_state)
+                place = ending.place()
                 row = place.m_block * c.tile_m + row_in_tile
-            epilogue.finish(consumer, place, row, q_phase)
+            epilogue.finish(consumer, place, row, q_phase, ending)
             q_phase ^= 1
             if const_expr(not c.warp_specialized):
                 if warp == 0:
@@ -415,7 +423,7 @@ class ForwardKernel:
 
     def _shared_storage(self, layouts: SmemLayouts) -> type:
         c = self.config
-        has_place = c.o_shares_q or c.o_shares_v or c.o_shares_rows
+        has_place = c.o_shares_q or c.o_shares_v or c.o_shares_rows or c.o_from_registers
         o_elements = 0 if has_place else cute.cosize(layouts.o.outer)
         row_stages = self.parts.kv_source.row_stages
         scale_floats, mean_floats = self.parts.precision.scale_floats, self.parts.precision.mean_floats

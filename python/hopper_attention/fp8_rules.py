@@ -73,12 +73,13 @@ class Fp8Problem(NamedTuple):
         """What of it decides on the kernel."""
         (_, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = self.q_shape, self.k_shape
         head_dim_v = self.v_shape[3]
-        queries = seqlen_q * (heads // max(kv_heads, 1))
+        group = heads // max(kv_heads, 1)
+        queries = seqlen_q * group
         if self.causal:
             queries -= queries * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1)
         transposes = self.v_rows and self.block_k == ONE_BLOCK and not self.exact_lse
         half = self.without_lse and not self.two_level and self.window == FULL_SIDES
-        transposes = transposes and transposes_v(head_dim, head_dim_v, self.causal, queries, half)
+        transposes = transposes and transposes_v(head_dim, head_dim_v, self.causal, queries, half, group)
         return Fp8AttentionProblem(
             FP8_DTYPE,
             self.out_dtype,

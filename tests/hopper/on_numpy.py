@@ -309,6 +309,9 @@ def fp8_forward_on_numpy(
     arguments.add(min(q.block, ALL_ROWS), ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
+    if c.o_from_registers:
+        rows = out.permute(1, 3, 2, 0)
+        arguments.tensor(out, tuple(rows.shape), (rows.stride(0), *rows.stride()[2:]))
     arguments.launch(program_of(config), (1, 1, 1), timing)
     return out, lse
 
@@ -333,7 +336,7 @@ def _finish_forward(
     (batch, seqlen_q, heads, _), group = q.shape, q.shape[2] // k.shape[2]
     per_section = max(heads * batch - 1, 1)
     arguments.add(softmax_scale * LOG2_E, seqlen_q, k.shape[1], group, per_section)
-    if config.element_bytes == 2:
+    if config.has_divisors:
         tiles = -(-seqlen_q // config.tile_m) * (per_section if config.causal else 1)
         arguments.divisors(tiles, per_section, 1, heads, group)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from cute_kernels.problem import SCORE_FEATURES
+from cute_kernels.problem import DENSE, SCORE_FEATURES
 from hopper.config import ForwardConfig
 
 FP8_DTYPE = "float8_e4m3fn"
@@ -117,12 +117,33 @@ class Fp8ForwardConfig(ForwardConfig):
         holds_o = V_ROW_STAGES * self.tile_n >= 2 * self.tile_m
         # It is given back under a tile's first Q K^T, before which a warpgroup may not wait for that tile's V.
         is_returned = self.pipelined and not self.walks_apart
-        return self.v_rows and self._o_needs_place and holds_o and is_returned
+        return self.v_rows and self._o_needs_place and holds_o and is_returned and not self.o_from_registers
+
+    @property
+    def o_from_registers(self) -> bool:
+        """Where it could only share memory. V's columns are transposed into an order in which a thread has four
+        neighbours of O. The fence of lowered queries would wait until all of the O before has been stored."""
+        is_awaited = self.lowers_queries or self.layout != DENSE
+        return self.v_rows and self._o_needs_place and self.pipelined and not is_awaited
+
+    @property
+    def _has_short_ends(self) -> bool:
+        """Whether what stands between two tiles of a warpgroup is kept short: V comes in rows, and O has no place of
+        its own."""
+        return self.o_shares_rows or self.o_from_registers
+
+    @property
+    def has_divisors(self) -> bool:
+        return self._has_short_ends
+
+    @property
+    def finalizes_early(self) -> bool:
+        return self._has_short_ends
 
     @property
     def starts_early(self) -> bool:
         """Behind the kernel that transposes V; behind others it gained nothing."""
-        return self.lowers_queries
+        return self.lowers_queries or self.o_from_registers
 
     @property
     def mean_bytes(self) -> int:

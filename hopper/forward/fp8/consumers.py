@@ -11,6 +11,7 @@ from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.score_tile import ScoreTile
 from hopper.forward.consumer import Consumer
+from hopper.forward.ending import TileEnding
 from hopper.forward.operands import consumer_slot
 from hopper.wgmma import issue_gemm
 
@@ -23,10 +24,15 @@ class LaggingConsumer(Consumer):
     """
 
     def attend(
-        self, scores: ScoreTile, blocks: KeyBlocks, kv_state: PipelineState, q_phase: Int32
+        self,
+        scores: ScoreTile,
+        blocks: KeyBlocks,
+        kv_state: PipelineState,
+        q_phase: Int32,
+        ending: TileEnding,
     ) -> PipelineState:
         self.softmax.begin_walk(blocks)
-        return super().attend(scores, blocks, kv_state, q_phase)
+        return super().attend(scores, blocks, kv_state, q_phase, ending)
 
     @cute.jit
     def _unmasked_blocks(

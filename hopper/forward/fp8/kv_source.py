@@ -5,7 +5,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 
@@ -111,11 +111,22 @@ class TransposingRows(TransposedTma):
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = work.head_kv(head)
             blocks = work.key_blocks(m_block, head, batch)
-            if warp == 0:
-                producer.load_queries(m_block, head, blocks.seqlens, q_phase)
-            # Q and K of a tile are loaded while O of the one before leaves the place of the rows.
-            o_states = tuple(o_state(q_phase) for _ in producer.pipes.o)
-            load_ahead(producer, transposer, head_kv, blocks, blocks.last, (k_state, load_state, *o_states))
+            if const_expr(self.config.o_from_registers):
+                # The place of the rows is free before the last Q K^T of the tile before has read Q and K.
+                if warp == 0:
+                    transposer.load(head_kv, blocks.seqlens, blocks.last, load_state)
+                    producer.load_queries(m_block, head, blocks.seqlens, q_phase)
+                    producer.load_keys(head_kv, blocks.seqlens, blocks.last, k_state)
+            else:
+                if warp == 0:
+                    for _ in producer.pipes.o:
+                        # Its place is free so much later that it would come from L2 as soon.
+                        transposer.fetch(head_kv, blocks.seqlens, blocks.last)
+                    producer.load_queries(m_block, head, blocks.seqlens, q_phase)
+                # Q and K of a tile are loaded while O of the one before leaves the place of the rows.
+                o_states = tuple(o_state(q_phase) for _ in producer.pipes.o)
+                states = (k_state, load_state, *o_states)
+                load_ahead(producer, transposer, head_kv, blocks, blocks.last, states)
             for step in cutlass.range(blocks.count, unroll=1):
                 k_state.advance()
                 load_state.advance()
@@ -149,11 +160,15 @@ def load_ahead(
     ``states`` are those of K, of the rows, and that of O where the rows have to wait for it.
     """
     k_state, rows_state, *o_states = states
+    rows_first = transposer.config.o_from_registers
     if transposer.warp == 0 and n_block >= blocks.begin:
+        if const_expr(rows_first):
+            transposer.load(head_kv, blocks.seqlens, n_block, rows_state)
         producer.load_keys(head_kv, blocks.seqlens, n_block, k_state)
         for pipe, state in zip(producer.pipes.o, o_states, strict=False):
             pipe.producer_acquire(state)
-        transposer.load(head_kv, blocks.seqlens, n_block, rows_state)
+        if const_expr(not rows_first):
+            transposer.load(head_kv, blocks.seqlens, n_block, rows_state)
 
 
 class PackedTransposedTma(FoundTiles, TransposedTma):

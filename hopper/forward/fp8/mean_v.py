@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import (
@@ -13,6 +13,7 @@ from cute_kernels.fragments import (
     LANES_PER_ROW,
     ROWS_PER_THREAD,
     as_rows,
+    pair_of_quads,
 )
 from cute_kernels.softmax import normalize_rows
 from hopper.config import WARPGROUP_THREADS
@@ -30,17 +31,18 @@ class MeanOfV(NoCorrection):
 
     ``vector`` is float32 (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) to add nothing. A copy of that of a
     tile's head is on its way to ``memory`` (head_dim_v, consumers) while the tile is worked on: in the epilogue nobody
-    waits for global memory. Threads from ``first_thread`` on are consumers. What only these two functions need is not
-    kept in registers.
+    waits for global memory. Threads from ``first_thread`` on are consumers. With ``has_quads`` columns are in the order
+    of ``pair_of_quads``. What only these two functions need is not kept in registers.
     """
 
     vector: cute.Tensor
     memory: cute.Tensor
     first_thread: int
+    has_quads: bool = False
 
     @cute.jit
     def begin(self, head_kv: Int32, batch: Int32):
-        """All warps of the warpgroup have read what is written over: two barriers of the last epilogue lie between."""
+        """All warps of the warpgroup have read what is written over: a barrier of the last epilogue lies between."""
         wg, thread = self._place()
         if thread * COPIED < self.vector.shape[2]:
             offset = Int64(batch) * self.vector.stride[0] + Int64(head_kv) * self.vector.stride[1]
@@ -63,18 +65,27 @@ class MeanOfV(NoCorrection):
             wg, thread = self._place()
             sync_warpgroup(wg)
             rows, memory = as_rows(acc), self.memory[None, wg]
-            last_group = columns // COLUMNS_PER_GROUP - 1
             for j in cutlass.range_constexpr(rows.shape[1][1]):
                 pair = cute.make_rmem_tensor(COLUMNS_PER_PAIR, Float32)
-                number = cutlass.min(last_group, j) * LANES_PER_ROW + thread % LANES_PER_ROW
+                number = self._pair(j, thread)
                 cute.autovec_copy(cute.local_tile(memory, (COLUMNS_PER_PAIR,), (number,)), pair)
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                     is_empty = inverse_sum[r] == Float32(0.0)
                     for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
                         result = multiply_add(rows[r, (e, j)], inverse_sum[r], pair[e])
                         rows[r, (e, j)] = Float32(0.0) if is_empty else result
+            if const_expr(self.has_quads):
+                # No barrier of the epilogue follows.
+                sync_warpgroup(wg)
         else:
             normalize_rows(acc, inverse_sum)
+
+    def _pair(self, j: int, thread: Int32) -> Int32:
+        """Number of a thread's pair of columns ``j``."""
+        columns = self.vector.shape[2]
+        if self.has_quads:
+            return cutlass.min(pair_of_quads(j, thread), columns // COLUMNS_PER_PAIR - 1)
+        return cutlass.min(columns // COLUMNS_PER_GROUP - 1, j) * LANES_PER_ROW + thread % LANES_PER_ROW
 
     def _place(self) -> tuple[Int32, Int32]:
         """(warpgroup, thread of it): read where they are asked for."""

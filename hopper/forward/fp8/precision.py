@@ -84,7 +84,7 @@ class BlockScaled(SixteenBits):
     def make_correction(self, extras: tuple, storage: Any) -> MeanOfV:
         c = self.config
         memory = storage.means.get_tensor(cute.make_layout((c.head_dim_v, c.consumers)))
-        return MeanOfV(BlockScales(*extras).mean_v, memory, self._first_consumer)
+        return MeanOfV(BlockScales(*extras).mean_v, memory, self._first_consumer, c.o_from_registers)
 
     @property
     def _first_consumer(self) -> int:

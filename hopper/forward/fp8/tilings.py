@@ -150,10 +150,15 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         *FP8_ROW_TILINGS[128],
     ),
     (256, False): (
+        wide_rows(eager, 128, 128, 2, max_seqlen_k=256),
         wide_rows(half_scores, 128, 128, 2, polynomial_pairs=2, registers=TWO_CONSUMERS_OF_WIDE_ROWS),
         *FP8_ROW_TILINGS[256],
     ),
-    (256, True): (wide_rows(eager, 128, 128, 2), *FP8_ROW_TILINGS[256]),
+    (256, True): (
+        wide_rows(eager, 128, 128, 2, max_seqlen_k=1024),
+        wide_rows(half_scores, 128, 128, 2, polynomial_pairs=1, registers=TWO_CONSUMERS_OF_WIDE_ROWS),
+        *FP8_ROW_TILINGS[256],
+    ),
 }
 """By head_dim and causal, for V in rows where nobody gets the LSE and nothing is masked but causally."""
 
@@ -206,12 +211,18 @@ FP8_HALF_ROW_QUERIES = {
 head_dim 256 a block of 128 keys takes 2048 cycles of products and 1792 of shared memory, and 512 to be transposed."""
 
 
-def transposes_v(head_dim: int, head_dim_v: int, causal: bool, queries: int, half: bool) -> bool:
-    """Whether the FP8 kernel should transpose a V in rows; ``queries`` are counted as for FP8_ROW_QUERIES, and ``half``
-    says that ``FP8_HALF_ROW_TILINGS`` may serve."""
+FP8_LONE_HALF_ROW_QUERIES = {**FP8_HALF_ROW_QUERIES, (256, True): 1280}
+"""The same where no heads share K and V, which a kernel ahead reads and writes for each (`fp8_short_ends.json`)."""
+
+
+def transposes_v(head_dim: int, head_dim_v: int, causal: bool, queries: int, half: bool, group: int) -> bool:
+    """Whether the FP8 kernel should transpose a V in rows; ``queries`` are counted as for FP8_ROW_QUERIES, of ``group``
+    heads, and ``half`` says that ``FP8_HALF_ROW_TILINGS`` may serve."""
     size = max(head_dim, head_dim_v)
     native = min((native for native in FP8_ROW_QUERIES if native >= size), default=MAX_HEAD_DIM)
-    return queries <= (FP8_HALF_ROW_QUERIES[native, causal] if half else FP8_ROW_QUERIES[native])
+    if not half:
+        return queries <= FP8_ROW_QUERIES[native]
+    return queries <= (FP8_LONE_HALF_ROW_QUERIES if group == 1 else FP8_HALF_ROW_QUERIES)[native, causal]
 
 
 def select_fp8_forward_config(

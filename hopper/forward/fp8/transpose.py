@@ -2,10 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.fast_math import pin
+from cute_kernels.fragments import COLUMNS_PER_GROUP
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.config import MIN_REGISTERS
@@ -57,6 +58,13 @@ class VTransposer(LoopInvariant):
         cute.copy(self.v.atom, gmem[None, n_block], smem[None, state.index], tma_bar_ptr=barrier)
 
     @cute.jit
+    def fetch(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32):
+        """Have one block come to L2; by one warp."""
+        tile = (self.config.tile_n, self.config.head_dim_v)
+        _, gmem = self.v.partition(tile, (None, 0), head_kv, seqlens.rows_k)
+        cute.prefetch(self.v.atom, gmem[None, n_block])
+
+    @cute.jit
     def transpose(self, rows_state: PipelineState, v_state: PipelineState):
         """Make a stage of V of a loaded block; by all warps of the warpgroup."""
         c = self.config
@@ -65,12 +73,15 @@ class VTransposer(LoopInvariant):
         # Pinned, so that nothing that comes of it is kept in registers from block to block.
         lane = pin(cute.arch.lane_idx(), Int32)
         # Lanes 8 i to 8 i + 7 name the rows of matrix i: a column of each pair, the other, and both again 16 keys on.
-        # Even columns of the first four pairs go with odd ones of the others: eight rows that lie in different banks.
-        pair = lane % 8
-        column = self.warp * COLUMNS_PER_UNIT + pair * 2 + (lane // 8 + pair // 4) % 2
+        # Even columns of four pairs go with odd ones of the others: eight rows that lie in different banks.
+        pair, makes_quads = lane % 8, c.o_from_registers
+        if const_expr(makes_quads):
+            row = self.warp * COLUMNS_PER_UNIT + row_of_quads(pair) + (lane // 8 + pair % 2) % 2
+        else:
+            row = self.warp * COLUMNS_PER_UNIT + pair * 2 + (lane // 8 + pair // 4) % 2
         source = self.source.place(rows_state.index, lane, self.warp)
-        target = self.target.place(v_state.index, column, lane // 16)
-        selector = EVEN_COLUMNS + lane // 16 * TO_ODD_COLUMNS
+        target = self.target.place(v_state.index, row, lane // 16)
+        selector = EVEN_COLUMNS + (lane // 4 % 2 if const_expr(makes_quads) else lane // 16) * TO_ODD_COLUMNS
         units = [
             (step, columns)
             for step in range(c.tile_n // FP8_KEYS_PER_STEP)
@@ -90,6 +101,12 @@ class VTransposer(LoopInvariant):
         if cute.arch.lane_idx() == 0:
             self.pipes.v.producer_commit(v_state)
         self.pipe_rows.consumer_release(rows_state)
+
+
+def row_of_quads(pair: Int32) -> Int32:
+    """Where the first column of a pair goes of 16 columns of V, so that P V leaves O's in the order of
+    ``pair_of_quads``."""
+    return pair % 2 * COLUMNS_PER_GROUP + pair // 2 * 2
 
 
 def _load_unit(address: Int32) -> tuple[Int32, ...]:

@@ -1,0 +1,67 @@
+"""O of e4m3 that goes from registers to global memory, on simulated machine code, to the bits of one stored by TMA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hopper.config import TWO_CONSUMERS
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv
+from tests.hopper.on_numpy import fp8_forward_on_numpy
+from tests.hopper.test_lagging_softmax import LATE
+
+
+def rows_of(head_dim: int, causal: bool, seqlen_k: int) -> Fp8ForwardConfig:
+    return select_fp8_forward_config(
+        head_dim, head_dim, causal, "bfloat16", seqlen_k, v_rows=True, without_lse=True
+    )
+
+
+@pytest.mark.parametrize(("causal", "longest"), [(False, 256), (True, 1024)])
+def test_which_softmax_serves(causal: bool, longest: int) -> None:
+    """Each maximum up to so many keys, whose O goes from registers; scores in float16 beyond, whose O is staged."""
+    short, long = (rows_of(256, causal, longest + more) for more in (0, 1))
+    assert short.softmax is Softmax.EAGER and short.o_from_registers and short.starts_early
+    assert long.softmax is Softmax.HALF_SCORES and long.lowers_queries and long.o_shares_rows
+    assert all(config.has_divisors and config.finalizes_early for config in (short, long))
+
+
+def test_others_have_no_short_ends() -> None:
+    for config in (rows_of(128, False, 1024), rows_of(64, True, 512)):
+        assert not config.o_from_registers and not config.has_divisors and not config.finalizes_early
+
+
+def test_up_to_how_many_queries_the_kernel_transposes() -> None:
+    """More where no heads share K and V."""
+    assert transposes_v(256, 256, True, 1280, True, 1) and not transposes_v(256, 256, True, 1281, True, 1)
+    assert transposes_v(256, 256, True, 768, True, 4) and not transposes_v(256, 256, True, 769, True, 4)
+    assert transposes_v(256, 256, False, 1024, True, 1) and not transposes_v(256, 256, False, 1025, True, 1)
+    assert transposes_v(256, 256, True, 320, False, 1) and not transposes_v(256, 256, True, 321, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "smooth_v", "seqlens"),
+    [(208, 2, False, (70, 140)), (256, 1, True, (200, 40))],
+    ids=["columns past the end, two heads", "a mean of V, rows past the end, two tiles"],
+)
+def test_it_has_the_bits_of_tma(head_dim: int, heads: int, smooth_v: bool, seqlens: tuple[int, int]) -> None:
+    config = rows_of(head_dim, True, 512)
+    assert config.o_from_registers and config.finalizes_early
+    generator = torch.Generator().manual_seed(head_dim)
+    q, k, v = (
+        torch.randn(1, n, h, head_dim, generator=generator).bfloat16()
+        for n, h in zip((seqlens[0], seqlens[1], seqlens[1]), (heads, 1, 1), strict=True)
+    )
+    quantization = Fp8Quantization(rotate=False, granularity="head", smooth_v=smooth_v)
+    parts = quantize_qkv(q, k, v + 3.0, quantization=quantization)
+    assert (parts.mean_v.numel() > 0) == smooth_v
+    out, lse = fp8_forward_on_numpy(config, parts, head_dim**-0.5, LATE)
+    before = replace(config, v_rows=False, registers=TWO_CONSUMERS)
+    assert not before.o_from_registers
+    expected = fp8_forward_on_numpy(before, parts, head_dim**-0.5, LATE)
+    assert not out.isnan().any()
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
