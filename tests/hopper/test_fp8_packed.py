@@ -184,7 +184,7 @@ def test_an_exact_lse() -> None:
         *draw(packing, (2, 1)), lengths_of(packing), Fp8Quantization(block_k=TILE)
     )
     config = select_fp8_forward_config(DIM, DIM, True, "bfloat16", 0, TILE, layout="varlen", exact_lse=True)
-    assert config.split_scores
+    assert config.wide_codes
     check(parts, packing, config)
 
 

@@ -19,7 +19,6 @@ from hopper.forward.fp8.softmax.eager import EagerSoftmax
 from hopper.forward.fp8.softmax.exact import ExactSoftmax
 from hopper.forward.fp8.softmax.half import HalfScoresSoftmax
 from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
-from hopper.forward.fp8.split_scores import SplitScoresConsumer
 from hopper.forward.fp8.two_level import TwoLevelOutput
 from hopper.forward.fp8.warp_scores import WarpScores
 from hopper.forward.operands import Mmas
@@ -41,8 +40,6 @@ class BlockScaled(SixteenBits):
 
     @property
     def consumer_type(self) -> type[Consumer]:
-        if self.config.split_scores:
-            return SplitScoresConsumer
         return CONSUMERS.get(self.config.softmax, Consumer)
 
     @property
