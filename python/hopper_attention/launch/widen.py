@@ -26,7 +26,7 @@ class WidenLauncher(Launcher):
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """As ``widened``, of contiguous tensors that the kernel can address."""
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(q, k)  # type: ignore[no-any-return]
+            return self.call_there(q, k)
         wide = torch.empty_like(q, dtype=WIDE_CODES), torch.empty_like(k, dtype=WIDE_CODES)
         self.kernel(*(x.view(-1, VECTOR) for x in (q, k, *wide)))
         return wide
