@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from hopper.config import TWO_CONSUMERS
-from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper_attention.compile_cache import get_forward
 from hopper_attention.experiments.bench.run import describe_place
 from hopper_attention.experiments.bench.spec import Problem, parse_shapes
@@ -66,21 +65,10 @@ def lse_errors(parts: QuantizedQKV, lse: torch.Tensor, causal: bool) -> tuple[fl
 
 def variants(config: Fp8ForwardConfig) -> dict[str, Fp8ForwardConfig]:
     """Other ways to an exact LSE, by what they change."""
-    keys, keys_at_once = {64: (96, 96), 128: (128, 64), 256: (64, 64)}[config.head_dim]
-    wide = replace(config, tile_m=128, registers=TWO_CONSUMERS, tile_n=keys)
-    at_once = replace(wide, pipelined=True, two_level=False, tile_n=keys_at_once)
-    found = {
-        "one level": replace(config, two_level=False),
-        "no turns": replace(config, ping_pong=False),
-        "one level, no turns": replace(config, two_level=False, ping_pong=False),
-        "wide, one level": replace(wide, two_level=False),
-        "wide, one level, no turns": replace(wide, two_level=False, ping_pong=False),
+    return {
+        "turns": replace(config, softmax=Softmax.EXACT, ping_pong=True),
+        "one level": replace(config, two_level=False, late_rescale=True, pipelined=True),
     }
-    if config.head_dim <= 128:
-        found["at once"] = at_once
-        found["at once, no turns"] = replace(at_once, ping_pong=False)
-        found["at once, no turns, late"] = replace(at_once, ping_pong=False, late_rescale=True)
-    return found
 
 
 def launch_of(config: Fp8ForwardConfig, parts: QuantizedQKV, causal: bool) -> Call:
@@ -94,6 +82,7 @@ def launch_of(config: Fp8ForwardConfig, parts: QuantizedQKV, causal: bool) -> Ca
         repairs=(),
         block_k=parts.k.block if parts.k.block < parts.k.shape[1] else ALL_ROWS,
         transposes=False,
+        widens=config.wide_codes,
     )
     return partial(launcher, parts, parts.q.shape[3] ** -0.5, True)
 

@@ -50,6 +50,7 @@ from hopper_attention.launch.packed_forward import find_planner
 from hopper_attention.launch.paged_forward import PagedForwardLauncher
 from hopper_attention.launch.quantize import Outputs, empty_outputs
 from hopper_attention.launch.quantize import find as find_quantizer
+from hopper_attention.launch.widen import widened
 from hopper_attention.masks import MaskSpec
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
 from hopper_attention.quantization_rules import mean_worth_subtracting, means_of
@@ -270,6 +271,8 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
     )
     results = poisoned_results(q, config.head_dim_v, q.dtype)
     on_gpu = [x.to(device) for x in (parts.q.data, parts.k.data, values, *results, *scales)]
+    if config.wide_codes:
+        on_gpu[:2] = widened(*on_gpu[:2])
     get_forward(config)(*on_gpu, parts.q.block, parts.k.block, config.head_dim**-0.5, CTAS)
     torch.cuda.synchronize()
     out, lse, counter = (tensor.cpu() for tensor in on_gpu[3:6])

@@ -26,6 +26,7 @@ from hopper.mla.config import MlaConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.transpose.config import TransposeConfig
 from hopper.wide.config import WideForwardConfig
+from hopper.widen.config import WidenConfig
 
 HOPPER_ARCH = "sm_90a"
 
@@ -64,6 +65,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     TransposeConfig: ("hopper.transpose.compile", "compile_transpose"),
     ValueMeanConfig: ("hopper.mean.compile", "compile_value_mean"),
+    WidenConfig: ("hopper.widen.compile", "compile_widen"),
     AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),
     AmpereBackwardConfig: ("cute_kernels.ampere.backward.compile", "compile_ampere_backward"),
 }

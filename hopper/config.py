@@ -214,12 +214,22 @@ class ForwardConfig:
         """Bytes of an element of Q, K and V."""
         return 2
 
+    @property
+    def qk_dtype(self) -> str:
+        """Of Q and K in memory."""
+        return self.dtype
+
+    @property
+    def qk_bytes(self) -> int:
+        """Bytes of an element of Q and K."""
+        return self.element_bytes
+
     def validate_precision(self) -> None:
         """Raise ValueError naming the first field that does not go with what a subclass adds."""
 
     @property
     def q_bytes(self) -> int:
-        return self.tile_m * self.head_dim * self.element_bytes
+        return self.tile_m * self.head_dim * self.qk_bytes
 
     @property
     def o_bytes(self) -> int:
@@ -227,7 +237,8 @@ class ForwardConfig:
 
     @property
     def kv_bytes(self) -> int:
-        return self.stages * self.tile_n * (self.head_dim + self.head_dim_v) * self.element_bytes
+        of_key = self.head_dim * self.qk_bytes + self.head_dim_v * self.element_bytes
+        return self.stages * self.tile_n * of_key
 
     @property
     def other_bytes(self) -> int:

@@ -46,6 +46,7 @@ from hopper.mean.config import shipped_value_mean_configs
 from hopper.quantize.config import shipped_quantize_configs
 from hopper.sources import sources_of
 from hopper.transpose.config import shipped_transpose_configs
+from hopper.widen.config import WidenConfig
 from hopper_attention import _kernels
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -86,6 +87,7 @@ def every_shipped_kernel() -> tuple[Any, ...]:
         *shipped_quantize_configs(),
         *shipped_value_mean_configs(),
         *shipped_transpose_configs(),
+        WidenConfig(),
         *shipped_backward_kernels(),
         *shipped_ampere_forward_configs(),
         *shipped_ampere_backward_kernels(),

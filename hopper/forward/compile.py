@@ -23,6 +23,9 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.kernel import Fp8ForwardKernel, GeneralFp8ForwardKernel
 from hopper.forward.kernel import ForwardKernel, GeneralForwardKernel, KernelParts
 
+TMA_BYTES = 16
+"""That strides are multiples of."""
+
 
 def compile_forward(config: ForwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
@@ -118,12 +121,13 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
 def _dense_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
     """From q to mean_v, of sequences of one length."""
     e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
+    codes, step = DSL_DTYPES[config.qk_dtype], TMA_BYTES // config.qk_bytes
     b, sq, sk, sk_padded, h, hk = (cute.sym_int() for _ in range(6))
     d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
     v_shape = (b, sk, hk, dv) if config.v_rows else (b, hk, dv, sk_padded)
     return (
-        strided(e4m3, (b, sq, h, d), 16),
-        strided(e4m3, (b, sk, hk, d), 16),
+        strided(codes, (b, sq, h, d), step),
+        strided(codes, (b, sk, hk, d), step),
         strided(e4m3, v_shape, 16),
         strided(out, (b, sq, h, dv), 8),
         strided(Float32, (b, h, cute.sym_int()), 1),
@@ -136,12 +140,13 @@ def _dense_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
 def _packed_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
     """The same of packed sequences."""
     e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
+    codes, step = DSL_DTYPES[config.qk_dtype], TMA_BYTES // config.qk_bytes
     total_q, total_k, keys, h, hk = (cute.sym_int() for _ in range(5))
     d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
     v_shape = (total_k, hk, dv) if config.v_rows else (hk, dv, keys)
     return (
-        strided(e4m3, (total_q, h, d), 16),
-        strided(e4m3, (total_k, hk, d), 16),
+        strided(codes, (total_q, h, d), step),
+        strided(codes, (total_k, hk, d), step),
         strided(e4m3, v_shape, 16),
         strided(out, (total_q, h, dv), 8),
         strided(Float32, (h, cute.sym_int()), 1),

@@ -224,13 +224,12 @@ class Consumer(LoopInvariant):
         alone, if they are given."""
         acc_S = self._make_acc_S(keys)
         self.pipes.k.consumer_wait(kv_state)
-        products = self._start_scores(acc_S, kv_state)
+        self._start_scores(acc_S, kv_state)
         self.loads.first_scores_started()
         self.softmax.take_bias(scores.row_bias(n_block))
         self.softmax.enter_block(consumer_slot(kv_state))
         kept = scores.kept(n_block)
         warpgroup.wait_group(0)
-        self._finish_scores(acc_S, products, kv_state)
         self.pipes.k.consumer_release(kv_state)
         scores.finish(acc_S, n_block, True)
         self.softmax.take_scores(acc_S, is_first=True)
@@ -269,7 +268,7 @@ class Consumer(LoopInvariant):
         """What ``_overlapped_block`` does once K is there. Tells of each state of ``after`` whether its K has come."""
         acc_S = self._make_acc_S()
         self.ping_pong.take_turn()
-        products = self._start_scores(acc_S, k_state)
+        self._start_scores(acc_S, k_state)
         self.output.enter_product()
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
@@ -278,7 +277,6 @@ class Consumer(LoopInvariant):
         kept = scores.kept(n_block)
         # All but the last group: S has come, and P V may still run.
         warpgroup.wait_group(1)
-        self._finish_scores(acc_S, products, k_state)
         self.pipes.k.consumer_release(k_state)
         scores.finish(acc_S, n_block, is_masked)
         self.softmax.take_scores(acc_S, is_first=False)
@@ -350,11 +348,10 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(kv_state)
         self.ping_pong.take_turn()
-        products = self._start_scores(acc_S, kv_state)
+        self._start_scores(acc_S, kv_state)
         self.softmax.take_bias(scores.row_bias(n_block))
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
-        self._finish_scores(acc_S, products, kv_state)
         self.ping_pong.pass_turn()
         self.pipes.k.consumer_release(kv_state)
         scores.finish(acc_S, n_block, is_masked)
@@ -375,15 +372,11 @@ class Consumer(LoopInvariant):
         kv_state.advance()
         return kv_state
 
-    def _start_scores(self, acc_S: cute.Tensor, kv_state: PipelineState) -> tuple:
-        """Issue Q K^T of a block. Returns what ``_finish_scores`` is to add to it, where there is something."""
+    def _start_scores(self, acc_S: cute.Tensor, kv_state: PipelineState):
+        """Issue Q K^T of a block."""
         qk = self._qk_of(cute.size(acc_S) * WARPGROUP_THREADS // WARPGROUP_ROWS)
         tSrK = self.tSrK[None, None, None, kv_state.index]
         issue_gemm(qk, acc_S, self.tSrQ, tSrK, False, steps=self.config.steps_qk)
-        return ()
-
-    def _finish_scores(self, acc_S: cute.Tensor, products: tuple, kv_state: PipelineState):
-        """What is left to do for S once what was issued has come."""
 
     @cute.jit
     def _release_q(self, q_phase: Int32):

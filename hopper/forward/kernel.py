@@ -114,8 +114,8 @@ class ForwardKernel:
 
     | pipeline | stages | bytes of a full stage | arrivals that empty it |
     |---|---|---|---|
-    | pipe_q | `consumers` | `64 * head_dim * element_bytes` | `4` |
-    | pipe_k | `stages` | `tile_n * head_dim * element_bytes` | `4 * consumers` |
+    | pipe_q | `consumers` | `64 * head_dim * qk_bytes` | `4` |
+    | pipe_k | `stages` | `tile_n * head_dim * qk_bytes` | `4 * consumers` |
     | pipe_v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | mailbox | `2` | `4` | `4 * consumers` |
 
@@ -140,6 +140,7 @@ class ForwardKernel:
         validate_forward_config(config)
         self.config, self.parts = config, parts
         self.dtype, self.out_dtype = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
+        self.qk_dtype = DSL_DTYPES[config.qk_dtype]
 
     @cute.jit
     def __call__(
@@ -413,8 +414,8 @@ class ForwardKernel:
         c = self.config
         o_stride = WARPGROUP_ROWS * (c.head_dim if c.o_shares_q else c.head_dim_v)
         return SmemLayouts(
-            q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, self.dtype),
-            k=swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
+            q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, self.qk_dtype),
+            k=swizzled_layout(c.tile_n, c.head_dim, c.stages, self.qk_dtype),
             vt=self.parts.kv_source.v_layout(self.dtype),
             o=swizzled_layout(
                 WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype, stage_stride=o_stride
@@ -439,8 +440,8 @@ class ForwardKernel:
             barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * row_stages]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_floats], 16]
             means: cute.struct.Align[cute.struct.MemRange[Float32, mean_floats], 16]
-            sQ: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.q.outer)], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.k.outer)], 1024]
+            sQ: cute.struct.Align[cute.struct.MemRange[self.qk_dtype, cute.cosize(layouts.q.outer)], 1024]
+            sK: cute.struct.Align[cute.struct.MemRange[self.qk_dtype, cute.cosize(layouts.k.outer)], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.vt.outer)], 1024]
             sO: cute.struct.Align[cute.struct.MemRange[self.out_dtype, o_elements], 1024]
             sVrows: cute.struct.Align[
@@ -459,8 +460,8 @@ class ForwardKernel:
     def _qk_mma(self, keys: int) -> cute.TiledMma:
         """Q K^T of so many keys."""
         return hopper_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
+            self.qk_dtype,
+            self.qk_dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,
             DSL_DTYPES[self.config.score_dtype],

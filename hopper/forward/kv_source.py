@@ -108,9 +108,10 @@ class DenseTma(LoopInvariant):
         c = self.config
         warps_of_one = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP)
         warps_of_all = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP * c.consumers)
+        row_bytes = c.head_dim * c.qk_bytes
         return Pipelines(
-            self._tma_pipeline(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * c.head_dim),
-            self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * c.head_dim),
+            self._tma_pipeline(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * row_bytes),
+            self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * row_bytes),
             self._make_v_pipeline(storage, warps_of_all),
             self._make_row_pipelines(storage),
             self._make_o_pipelines(storage),
@@ -118,7 +119,8 @@ class DenseTma(LoopInvariant):
 
     def _make_v_pipeline(self, storage: Any, consumers: CooperativeGroup):
         c = self.config
-        return self._tma_pipeline(storage.barriers_v, c.stages, consumers, c.tile_n * c.head_dim_v)
+        v_bytes = c.tile_n * c.head_dim_v * c.element_bytes
+        return self._tma_pipeline(storage.barriers_v, c.stages, consumers, v_bytes)
 
     def _make_row_pipelines(self, storage: Any) -> tuple[PipelineTmaAsync, ...]:
         return ()
@@ -136,13 +138,14 @@ class DenseTma(LoopInvariant):
         return (pipe,)
 
     def _tma_pipeline(
-        self, barriers: Any, stages: int, consumers: CooperativeGroup, elements: int
+        self, barriers: Any, stages: int, consumers: CooperativeGroup, size: int
     ) -> PipelineTmaAsync:
+        """Of stages that are full with ``size`` bytes."""
         return PipelineTmaAsync.create(
             num_stages=stages,
             producer_group=CooperativeGroup(Agent.Thread),
             consumer_group=consumers,
-            tx_count=elements * self.config.element_bytes,
+            tx_count=size,
             barrier_storage=barriers.data_ptr(),
             defer_sync=True,
         )

@@ -45,8 +45,8 @@ class Pipelines(NamedTuple):
 
 class Mmas(NamedTuple):
     """The tiled MMAs of S = Q K^T and O += P V, each for one warpgroup; ``narrow_qk`` has those of so many of
-    a block's keys (``first_widths``). ``tile_pv`` is empty, or has that of all columns that V has in shared memory, where
-    ``pv`` makes fewer."""
+    a block's keys (``first_widths``). ``tile_pv`` is empty, or has that of all columns that V has in shared memory,
+    where ``pv`` makes fewer."""
 
     qk: cute.TiledMma
     pv: cute.TiledMma

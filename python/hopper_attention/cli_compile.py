@@ -145,6 +145,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
     from hopper.mean.config import shipped_value_mean_configs
     from hopper.quantize.config import shipped_quantize_configs
     from hopper.transpose.config import shipped_transpose_configs
+    from hopper.widen.config import WidenConfig
     from hopper_attention._kernels import ARCH
 
     if arch != ARCH:
@@ -157,6 +158,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
         *shipped_quantize_configs(),
         *shipped_value_mean_configs(),
         *shipped_transpose_configs(),
+        WidenConfig(),
         *shipped_backward_kernels(),
         LaunchesConfig(),
     )

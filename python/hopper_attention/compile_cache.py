@@ -47,6 +47,7 @@ from hopper.quantize.config import QuantizeConfig
 from hopper.sources import sources_of
 from hopper.transpose.config import TransposeConfig
 from hopper.wide.config import WideForwardConfig
+from hopper.widen.config import WidenConfig
 from hopper_attention import _kernels
 from hopper_attention._kernels import Kernel, KernelConfig
 from hopper_attention.notices import warn_once
@@ -228,9 +229,9 @@ def get_backward(config: BackwardConfig | AmpereBackwardConfig | BackwardStep) -
     return _cache_in(folder_of(config)).get(config)
 
 
-def get_quantize(config: QuantizeConfig | ValueMeanConfig | TransposeConfig) -> Kernel:
-    """What makes FP8 operands, ready to be called: the quantizer, what finds the mean of V, or what transposes V; see
-    ``hopper.compile``."""
+def get_quantize(config: QuantizeConfig | ValueMeanConfig | TransposeConfig | WidenConfig) -> Kernel:
+    """What makes FP8 operands, ready to be called: the quantizer, what finds the mean of V, transposes V, or makes
+    codes wider; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)
 
 

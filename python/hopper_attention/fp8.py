@@ -178,10 +178,11 @@ def flash_attn_fp8_func(
             ``smooth_v`` of the quantization. The gradient stays that of 16 bits. The 16-bit kernels and the emulation
             add in float32 anyway: on the same blocks they give the same with it as without. Without ``block_k`` it
             decides on the blocks too.
-        exact_lse: let another FP8 kernel attend, which takes every maximum and adds scores, their exponentials and P V
-            up in float32. It is slower, and for an LSE that partial results are merged by: within 1e-3 of that of the
-            e4m3 tensors up to scores of 5, and 2e-4 of larger scores. That of the other kernels is off by as much
-            where many keys count, and by 1e-2 and more where one does (docs/kernels/fp8-accuracy.md).
+        exact_lse: let another FP8 kernel attend, which takes every maximum, multiplies Q and K in 16 bits, and adds
+            scores, their exponentials and P V up in float32. It is slower, needs twice the memory of Q and K beside
+            them, and is for an LSE that partial results are merged by: within 1e-4 of that of the e4m3 tensors. That
+            of the other kernels is off by 1e-3 where many keys count, and by 1e-2 and more where one does
+            (docs/kernels/fp8-accuracy.md).
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and with ``causal`` the right side is 0.
         attention_chunk: as for :func:`hopper_attention.flash_attn_func`.

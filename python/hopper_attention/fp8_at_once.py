@@ -179,7 +179,8 @@ def find_at_once(
     """What serves a call with q, k and v like these, which are checked.
 
     None where PyTorch has a part in it: the kernel does not quantize the tensors, or something else than the FP8 kernel
-    attends to them, or V is rotated, which is undone in the output, or K loses its mean, which is in the LSE.
+    attends to them, or V is rotated, which is undone in the output, or K loses its mean, which is in the LSE, or an
+    exact LSE is asked for, whose kernel takes codes that are made wider.
 
     Raises:
         ValueError, TypeError: q, k and v do not make a problem, or ``backend`` cannot run it.
@@ -190,7 +191,7 @@ def find_at_once(
     head_dims = shape.head_dim, shape.head_dim_v
     c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
     c = with_numbers(c, shape)
-    if c.smooth_k or c.rotate_v or quantizer_of(backend) is not None:
+    if c.smooth_k or c.rotate_v or exact_lse or quantizer_of(backend) is not None:
         return None
     if why_not_fused(q, k, v, c, known_target(q.device)):
         return None
@@ -206,7 +207,6 @@ def find_at_once(
         quantizer.largest_codes,
         q.dtype,
         *of_call,
-        exact_lse=exact_lse,
         without_lse=without_lse,
     )
     strides_8 = (new_layout(shape)[1] for shape in shapes[:2])

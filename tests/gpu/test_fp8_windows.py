@@ -16,8 +16,8 @@ from hopper_attention.masks import MaskSpec
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales, restore_values
 from hopper_attention.reference import attention_naive
 from tests.gpu.test_fp8 import allowed_16_bit_error, allowed_error, dequantized, rms
-from tests.hopper.fp8_errors import EXACT_LSE_ROUNDING, LAGGING_LSE_ROUNDING, emulate
-from tests.hopper.fp8_sums import allowed_lse_error, split_product, wgmma_product
+from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, emulate, exact_lse_error
+from tests.hopper.fp8_sums import allowed_lse_error
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("hopper", "ampere")
@@ -74,8 +74,9 @@ def compare(
         oracle_lse = attention_naive(*dequantized(parts), causal=mask.causal, **sides)[1]
     else:
         allowed = allowed_error(emulated, oracle, out, lagging)
-        roundings = (3 * LAGGING_LSE_ROUNDING, wgmma_product), (EXACT_LSE_ROUNDING, split_product)
-        of_lse = allowed_lse_error(parts, parts.q.shape[3] ** -0.5, *roundings[not lagging])
+        of_lse = exact_lse_error(oracle_lse)
+        if lagging:
+            of_lse = allowed_lse_error(parts, parts.q.shape[3] ** -0.5, 3 * LAGGING_LSE_ROUNDING)
     wrong, error = [], rms(out.double() - oracle)
     # "not <=" so that NaN counts as wrong.
     if not error <= allowed:

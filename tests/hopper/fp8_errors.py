@@ -17,9 +17,8 @@ LSE_ROUNDING = 5e-3
 """What the LSE may be off by beside the scores: exponentials and their sum."""
 
 EXACT_LSE_ROUNDING = 1e-4
-"""The same of kernels with ``split_scores``, beside what ``split_product`` loses: exponentials, their sum and its
-logarithm in float32 are within 2e-5 up to an LSE of 60, and the rest is for what tensor cores may do otherwise than
-``wgmma_step``."""
+"""What the LSE of kernels with ``wide_codes`` may be off by: exponentials, their sum and its logarithm in float32 are
+within 2e-5 up to an LSE of 60, and the rest is for how tensor cores add products of 16 bits."""
 
 LAGGING_LSE_ROUNDING = 1.1e-2
 """Of a kernel that lags: the only exponential that counts in a row may be one by chords, off by up to 1 %."""
@@ -56,6 +55,12 @@ def lse_rounding(config: Fp8ForwardConfig, lse: Tensor) -> Tensor:
         )
     of_shift = 2.0**-11 * (size + OCTAVES_TO_CEILING * math.log(2))
     return of_shift.clamp(min=COARSE_LSE_ROUNDING) + 2 * score_rounding(config, config.head_dim) * size
+
+
+def exact_lse_error(lse: Tensor) -> Tensor:
+    """By how much an ``lse`` of a kernel with ``wide_codes`` may be off; of its shape. Scales, shift and logarithm are
+    rounded to float32, within 10^-6 of the LSE together."""
+    return EXACT_LSE_ROUNDING + 1e-6 * lse.abs().nan_to_num(posinf=0.0)
 
 
 def emulate(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,13 +30,6 @@ def wgmma_product(q: Tensor, k: Tensor) -> Tensor:
     for q_part, k_part in steps:
         total = wgmma_step(q_part, k_part, total)
     return total
-
-
-def split_product(q: Tensor, k: Tensor) -> Tensor:
-    """The same where each WGMMA has an accumulator of its own, and they are added in float32 (``split_scores``)."""
-    total = torch.zeros(q.shape[0], k.shape[0], device=q.device)
-    steps = zip(q.float().split(COLUMNS_PER_STEP, 1), k.float().split(COLUMNS_PER_STEP, 1), strict=True)
-    return sum((wgmma_step(*parts, torch.zeros_like(total)) for parts in steps), start=total)
 
 
 def wgmma_step(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
@@ -70,7 +61,10 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def add_as_the_tensor_cores(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """``wgmma_step`` for the machine that runs kernels on NumPy."""
+    """``wgmma_step`` for the machine that runs kernels on NumPy; 16 bits, of which a WGMMA takes fewer columns, are
+    added in float32."""
+    if a.shape[1] != COLUMNS_PER_STEP:
+        return total + a @ b.T
     return wgmma_step(*(torch.from_numpy(np.ascontiguousarray(x)) for x in (a, b, total))).numpy()
 
 
@@ -78,12 +72,11 @@ def allowed_lse_error(
     parts: QuantizedQKV,
     softmax_scale: float,
     rounding: float = LSE_ROUNDING,
-    product: Callable[[Tensor, Tensor], Tensor] = wgmma_product,
 ) -> Tensor:
     """How far the LSE of each row may be from that of exact scores: float32 (batch, heads, seqlen_q), finite.
 
     An LSE moves no further than the score of its row that moves most, and WGMMA moves a score by what
-    ``product`` loses. All keys are counted, also those behind a mask. ``rounding`` is for everything else.
+    ``wgmma_product`` loses. All keys are counted, also those behind a mask. ``rounding`` is for everything else.
     """
     q, k = parts.q, parts.k
     (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = q.shape, k.shape
@@ -93,7 +86,7 @@ def allowed_lse_error(
         for head in range(heads):
             kv_head = head // (heads // kv_heads)
             data = q.data[entry, :, head], k.data[entry, :, kv_head]
-            lost = (data[0].float() @ data[1].float().T - product(*data)).abs()
+            lost = (data[0].float() @ data[1].float().T - wgmma_product(*data)).abs()
             largest = (lost * k_scale[entry, :, kv_head].abs().T).amax(-1)
             allowed[entry, head] = softmax_scale * largest * q_scale[entry, :, head, 0].abs()
     return rounding + allowed

@@ -26,6 +26,7 @@ from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
 from hopper_attention.functions import NO_CAPTURED, CapturedFunctions
 from hopper_attention.launch.backward import backward_counter, dq_shape, lse_shape, subtract_lse_gradient
 from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
+from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.quantization import QuantizedQKV, TransposedV
 from hopper_attention.quantized import transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
@@ -294,10 +295,11 @@ def fp8_forward_on_numpy(
     else:
         vt = v.data if isinstance(v, TransposedV) else transpose_for_kernel(v.data)
         v_map = tile_map(vt, (3, 2, 1, 0), c.head_dim_v, c.tile_n)
+    codes = tuple(x.data.to(WIDE_CODES) if c.wide_codes else x.data for x in (q, k))
     arguments, out, lse = _forward_arguments(config, q.data, v.shape[3], parts.dtype)
     arguments.values[:4] = (
-        row_map(q.data, WARPGROUP_ROWS, c.head_dim),
-        row_map(k.data, c.tile_n, c.head_dim),
+        row_map(codes[0], WARPGROUP_ROWS, c.head_dim),
+        row_map(codes[1], c.tile_n, c.head_dim),
         v_map,
         row_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )

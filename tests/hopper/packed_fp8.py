@@ -10,6 +10,7 @@ from torch import Tensor
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
+from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
 from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
 from tests.hopper.on_numpy import (
@@ -45,10 +46,11 @@ def packed_fp8_forward_on_numpy(
     (total_q, heads, _), kv_heads = q.shape, k.shape[1]
     out = torch.full((total_q, heads, v.shape[2]), math.nan, dtype=parts.dtype)
     lse = torch.full((heads, total_q), math.nan)
+    codes = tuple(x.data.to(WIDE_CODES) if c.wide_codes else x.data for x in (q, k))
     arguments = Arguments()
     arguments.add(
-        ragged_map(q.data, WARPGROUP_ROWS, c.head_dim),
-        ragged_map(k.data, c.tile_n, c.head_dim),
+        ragged_map(codes[0], WARPGROUP_ROWS, c.head_dim),
+        ragged_map(codes[1], c.tile_n, c.head_dim),
         transposed_map(v.data, c.head_dim_v, c.tile_n)
         if isinstance(v, PackedTransposedV)
         else ragged_map(v.data, c.tile_n, c.head_dim_v),

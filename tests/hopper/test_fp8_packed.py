@@ -184,7 +184,7 @@ def test_an_exact_lse() -> None:
         *draw(packing, (2, 1)), lengths_of(packing), Fp8Quantization(block_k=TILE)
     )
     config = select_fp8_forward_config(DIM, DIM, True, "bfloat16", 0, TILE, layout="varlen", exact_lse=True)
-    assert config.split_scores
+    assert config.wide_codes
     check(parts, packing, config)
 
 
@@ -199,8 +199,9 @@ def test_tensors_with_a_descale_for_each_sequence() -> None:
 
 
 COMPILED = [
-    select_fp8_forward_config(head_dim, head_dim, True, "bfloat16", 0, layout="varlen")
+    select_fp8_forward_config(head_dim, head_dim, True, "bfloat16", 0, layout="varlen", exact_lse=exact_lse)
     for head_dim in (128, 256)
+    for exact_lse in (False, True)
 ]
 """Whose warp that finds tiles has least registers for it."""
 

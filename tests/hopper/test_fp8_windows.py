@@ -94,9 +94,8 @@ def test_a_window(softmax: Softmax, causal: bool, seqlens, heads, sides: tuple[i
 
 @pytest.mark.parametrize("sides", [(20, 30), (NO_LIMIT, 5)])
 def test_a_window_with_an_exact_lse(sides: tuple[int, int]) -> None:
-    """Whose blocks are done in order."""
     config = select_fp8_forward_config(DIM, DIM, False, "bfloat16", 400, TILE, window=True, exact_lse=True)
-    assert config.split_scores and not config.pipelined
+    assert config.wide_codes and config.two_level
     check(quantized((100, 200), (1, 1), DIM, TILE), config, sides)
 
 

@@ -50,6 +50,7 @@ from hopper_attention.launch import (
     transpose,
     value_mean,
     varlen,
+    widen,
 )
 
 Serving = TypeVar("Serving", bound=Any)
@@ -92,6 +93,7 @@ REMEMBERING = (
     value_mean,
     varlen,
     varlen_again,
+    widen,
 )
 """Modules of launchers that are remembered."""
 

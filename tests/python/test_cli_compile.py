@@ -25,6 +25,7 @@ from hopper.forward.tilings import shipped_forward_configs
 from hopper.mean.config import shipped_value_mean_configs
 from hopper.quantize.config import shipped_quantize_configs
 from hopper.transpose.config import shipped_transpose_configs
+from hopper.widen.config import WidenConfig
 from hopper_attention import cli_compile, compile_cache
 from hopper_attention.cli import app
 from hopper_attention.cli_compile import announcement, duration, kernels_for
@@ -41,6 +42,7 @@ def call(*arguments: object) -> Result:
 def hopper_kernels() -> tuple[Any, ...]:
     fp8 = (*shipped_fp8_forward_configs(), *shipped_fp8_forward_configs(two_level=True))
     operands = *shipped_quantize_configs(), *shipped_value_mean_configs(), *shipped_transpose_configs()
+    operands += (WidenConfig(),)
     fp8 += shipped_exact_lse_configs()
     return (*shipped_forward_configs(), *fp8, *operands, *shipped_backward_kernels(), LaunchesConfig())
 

@@ -9,6 +9,9 @@ from cute_kernels.problem import DENSE, SCORE_FEATURES
 from hopper.config import ForwardConfig
 
 FP8_DTYPE = "float8_e4m3fn"
+WIDE_CODES_DTYPE = "float16"
+"""Has every number of e4m3, and is multiplied without a loss."""
+
 FP8_KEYS_PER_STEP = 32
 FP8_KEY_ORDER = tuple(
     16 * (slot // 16) + 8 * (slot % 4 // 2) + 2 * (slot % 16 // 4) + slot % 2
@@ -59,9 +62,9 @@ class Fp8ForwardConfig(ForwardConfig):
     FMA pipe instead of MUFU (``hopper.forward.fp8.exp2``).
     With ``v_rows`` V arrives as (keys, head_dim_v) and the producer warpgroup transposes it, else as (head_dim_v,
     keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
-    whose bits FP8 WGMMA keeps only a part in its sums. With ``split_scores`` Q K^T is added up in float32 as well
-    (``hopper.forward.fp8.split_scores``). With ``lowers_queries`` rows of Q are multiplied by powers of two first, so
-    that scores in float16 serve any codes (``hopper.forward.fp8.lowered_queries``).
+    whose bits FP8 WGMMA keeps only a part in its sums. With ``wide_codes`` Q and K come as 16 bits, which have every
+    number of e4m3, so that Q K^T is added up in float32 as well. With ``lowers_queries`` rows of Q are multiplied by
+    powers of two first, so that scores in float16 serve any codes (``hopper.forward.fp8.lowered_queries``).
     """
 
     output: str = "bfloat16"
@@ -69,7 +72,7 @@ class Fp8ForwardConfig(ForwardConfig):
     softmax: Softmax = Softmax.EXACT
     v_rows: bool = False
     two_level: bool = False
-    split_scores: bool = False
+    wide_codes: bool = False
     lowers_queries: bool = False
 
     @property
@@ -95,12 +98,20 @@ class Fp8ForwardConfig(ForwardConfig):
         return 1
 
     @property
+    def qk_dtype(self) -> str:
+        return WIDE_CODES_DTYPE if self.wide_codes else self.dtype
+
+    @property
+    def qk_bytes(self) -> int:
+        return 2 if self.wide_codes else self.element_bytes
+
+    @property
     def name(self) -> str:
         parts = [] if self.softmax is Softmax.EXACT else [self.softmax.value]
         parts += [f"poly{self.polynomial_pairs}"] if self.polynomial_pairs else []
         parts += ["vrows"] if self.v_rows else []
         parts += ["twolevel"] if self.two_level else []
-        parts += ["split"] if self.split_scores else []
+        parts += ["wide"] if self.wide_codes else []
         parts += ["lowers"] if self.lowers_queries else []
         return "_".join([super().name, *parts])
 
@@ -168,8 +179,8 @@ class Fp8ForwardConfig(ForwardConfig):
             raise ValueError(f"polynomial_pairs is {self.polynomial_pairs}, allowed: 0 to 8")
         if self.two_level:
             _validate_two_level(self)
-        if self.split_scores:
-            _validate_split_scores(self)
+        if self.wide_codes:
+            _validate_wide_codes(self)
         if self.softmax in STALE_MAXIMUM:
             _validate_stale_maximum(self)
         if self.lowers_queries and self.softmax is not Softmax.HALF_SCORES:
@@ -189,12 +200,13 @@ def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
         raise ValueError(f"polynomial_pairs is 8, allowed with {softmax}: 0 to 7")
 
 
-def _validate_split_scores(config: Fp8ForwardConfig) -> None:
-    """What scores gain, polynomials would lose."""
+def _validate_wide_codes(config: Fp8ForwardConfig) -> None:
+    """What scores gain, polynomials would lose. A stale maximum goes with codes of e4m3, from which scores that were
+    lost are made again."""
     if config.softmax in STALE_MAXIMUM:
-        raise ValueError(f"split_scores is True, allowed with softmax {config.softmax.value!r}: False")
+        raise ValueError(f"wide_codes is True, allowed with softmax {config.softmax.value!r}: False")
     if config.polynomial_pairs:
-        raise ValueError(f"polynomial_pairs is {config.polynomial_pairs}, allowed with split_scores: 0")
+        raise ValueError(f"polynomial_pairs is {config.polynomial_pairs}, allowed with wide_codes: 0")
 
 
 def _validate_two_level(config: Fp8ForwardConfig) -> None:

@@ -84,7 +84,8 @@ class TransposingRows(TransposedTma):
     def _make_row_pipelines(self, storage: Any) -> tuple[PipelineTmaAsync, ...]:
         c = self.config
         warps = CooperativeGroup(Agent.Thread, PRODUCER_WARPS)
-        return (self._tma_pipeline(storage.barriers_rows, V_ROW_STAGES, warps, c.tile_n * c.head_dim_v),)
+        size = c.tile_n * c.head_dim_v * c.element_bytes
+        return (self._tma_pipeline(storage.barriers_rows, V_ROW_STAGES, warps, size),)
 
     @cute.jit
     def produce(self, work: Work, producer: Producer, storage: Any, warp: Int32):

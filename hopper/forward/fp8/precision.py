@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import COLUMNS_PER_GROUP
+from cute_kernels.problem import VARLEN
 from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.consumer import Consumer
@@ -19,7 +20,6 @@ from hopper.forward.fp8.softmax.eager import EagerSoftmax
 from hopper.forward.fp8.softmax.exact import ExactSoftmax
 from hopper.forward.fp8.softmax.half import HalfScoresSoftmax
 from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
-from hopper.forward.fp8.split_scores import SplitScoresConsumer
 from hopper.forward.fp8.two_level import TwoLevelOutput
 from hopper.forward.fp8.warp_scores import WarpScores
 from hopper.forward.operands import Mmas
@@ -41,8 +41,6 @@ class BlockScaled(SixteenBits):
 
     @property
     def consumer_type(self) -> type[Consumer]:
-        if self.config.split_scores:
-            return SplitScoresConsumer
         return CONSUMERS.get(self.config.softmax, Consumer)
 
     @property
@@ -57,6 +55,7 @@ class BlockScaled(SixteenBits):
     def recomputes_addresses(self) -> bool:
         c = self.config
         takes_registers = c.softmax is Softmax.LAGGING or (c.softmax is Softmax.HALF_SCORES and c.v_rows)
+        takes_registers = takes_registers or (c.wide_codes and c.layout == VARLEN)
         return takes_registers and c.head_dim_v > COLUMNS_WITH_REGISTERS_TO_SPARE
 
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:

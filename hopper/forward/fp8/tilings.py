@@ -27,8 +27,8 @@ two_level = partial(tiling, two_level=True)
 """The second accumulator takes registers that are not there for keys."""
 
 
-exact_lse = partial(tiling, split_scores=True, two_level=True, pipelined=False)
-"""Everything is added up in float32, and takes its maximum. Registers allow no other block beside that."""
+exact_lse = partial(two_level, wide_codes=True, softmax=Softmax.EAGER, ping_pong=False)
+"""Everything is added up in float32, and takes its maximum. Where blocks are done in order, turns are what overlaps."""
 
 
 def rows(tile_m: int, *tiles: Any, **fields: Any) -> Tiling:
@@ -187,9 +187,9 @@ FP8_TWO_LEVEL_ROW_TILINGS: dict[int, tuple[Tiling, ...]] = {
 """By head_dim, for V in rows."""
 
 FP8_EXACT_LSE_TILINGS: dict[int, tuple[Tiling, ...]] = {
-    64: (exact_lse(192, 64, 4),),
-    128: (exact_lse(128, 128, 4), exact_lse(128, 64, 4)),
-    256: (exact_lse(128, 64, 4),),
+    64: (exact_lse(128, 192, 3), exact_lse(128, 64, 4)),
+    128: (exact_lse(128, 128, 3), exact_lse(128, 64, 4)),
+    256: (exact_lse(128, 64, 2, pipelined=False, softmax=Softmax.EXACT, ping_pong=True),),
 }
 """By head_dim, where the LSE is to be exact, whatever scores fit and however P V is to be added up: few kernels, and
 each serves what was quantized for others."""

@@ -29,6 +29,7 @@ from hopper_attention.launch.base import (
 )
 from hopper_attention.launch.forward import NO_PLAN, run_forward
 from hopper_attention.launch.transpose import transpose_values
+from hopper_attention.launch.widen import widened
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repairs_for
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.notices import warn_once
@@ -101,7 +102,7 @@ class Fp8HopperLauncher(Launcher):
 
     ``repairs`` is empty, or what q and k each need before the kernel can address them. ``block_k`` are the keys that
     share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows, ``has_window`` that it takes the
-    sides of a window.
+    sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them.
     """
 
     kernel: Kernel
@@ -112,6 +113,7 @@ class Fp8HopperLauncher(Launcher):
     block_k: int
     transposes: bool
     has_window: bool = False
+    widens: bool = False
 
     def __call__(
         self,
@@ -124,7 +126,9 @@ class Fp8HopperLauncher(Launcher):
             return self.call_there(parts, softmax_scale, wants_lse, window)
         q, k = parts.q.data, parts.k.data
         batch, seqlen_q, heads, _ = q.shape
-        if self.repairs:
+        if self.widens:
+            q, k = widened(q, k)
+        elif self.repairs:
             q, k = (repair.apply(x) for repair, x in zip(self.repairs, (q, k), strict=True))
         if (q.data_ptr() | k.data_ptr()) % TMA_BYTES:
             q, k = (contiguous_copy(x) if x.data_ptr() % TMA_BYTES else x for x in (q, k))
@@ -448,4 +452,5 @@ def find(
         block_k=problem.block_k or ALL_ROWS,
         transposes=config.v_rows,
         has_window=config.window,
+        widens=config.wide_codes,
     )

@@ -25,6 +25,7 @@ from hopper_attention.launch.forward import NO_SIDES
 from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_config, vectors_of
 from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.launch.varlen import is_empty, run_varlen
+from hopper_attention.launch.widen import widened
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides, kernel_sides
 from hopper_attention.packed_quantization import transpose_packed
@@ -101,8 +102,7 @@ class PackedFp8Launcher(Launcher):
         adds = parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
         plan = self.planner(*lengths[:4], (total_q, total_k), self.config.tile_m)
         self.kernel(
-            make_packed_addressable(parts.q.data),
-            make_packed_addressable(parts.k.data),
+            *self._codes(parts.q.data, parts.k.data),
             self._values(parts),
             out,
             lse,
@@ -120,6 +120,12 @@ class PackedFp8Launcher(Launcher):
             self.num_ctas,
         )
         return (out if adds else restore(out, parts, self.config.causal, window)), lse
+
+    def _codes(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Q and K as the kernel takes them."""
+        if self.config.wide_codes:
+            return widened(q, k)
+        return make_packed_addressable(q), make_packed_addressable(k)
 
     def _values(self, parts: PackedQuantizedQKV) -> Tensor:
         """V as the kernel takes it."""

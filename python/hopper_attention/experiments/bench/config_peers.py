@@ -133,6 +133,7 @@ def prepare_fp8(config: Fp8ForwardConfig, problem: Problem, inputs: Inputs) -> P
         repairs=(),
         block_k=parts.k.block if parts.k.block < problem.seqlen_k else ALL_ROWS,
         transposes=False,
+        widens=config.wide_codes,
     )
     scale = problem.head_dim**-0.5
     return Prepared(lambda: launch(parts, scale, False)[0], config.name)

@@ -1,0 +1,1 @@
+"""Q and K of e4m3 in 16 bits, for the FP8 kernel of an exact LSE."""
