@@ -330,7 +330,8 @@ def select_plain_config(
     for tiling in _plain_tiling((*pair, causal), (head_dim, head_dim_v), seqlen_k, has_many_tiles):
         config = _build(tiling, dtype, (*pair, causal))
     used = -(-head_dim // COLUMNS_PER_STEP) * COLUMNS_PER_STEP
-    used_v = -(-head_dim_v // COLUMNS_PER_ATOM) * COLUMNS_PER_ATOM
+    # O of a single atom of columns would have lost a mode.
+    used_v = max(-(-head_dim_v // COLUMNS_PER_ATOM), 2) * COLUMNS_PER_ATOM
     if (used, used_v) != pair:
         config = replace(config, used_head_dim=used, used_head_dim_v=used_v)
         validate_forward_config(config)

@@ -224,6 +224,7 @@ def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None
         not isinstance(launch, Fp8HopperLauncher)
         or launch.repairs
         or launch.has_window
+        or launch.widens
         or type(v) is not TransposedV
         or _is_undone_by_pytorch(parts)
         or not may_be_like()

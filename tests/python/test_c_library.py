@@ -62,6 +62,7 @@ from tests.c_problems import (
     specs_of,
     without_scores,
 )
+from tests.gpu.c_calls import KERNELS
 
 pytestmark = pytest.mark.skipif(not c.COMPILER, reason="there is no C compiler here")
 
@@ -526,6 +527,10 @@ def test_the_kernels_are_listed_and_none_is_built(library: Library) -> None:
     assert list(listed) == [config.name for config in c_tables.library_kernels()]
     assert not any(listed.values())
     assert library.c.ha_version().decode() in c_tables.constants_header()
+
+
+def test_kernels_that_gpu_tests_link_are_there() -> None:
+    assert len(c_library.chosen_kernels(KERNELS)) > 30
 
 
 def test_sets_of_kernels() -> None:

@@ -546,12 +546,12 @@ def test_attention_to_parts_is_found_once(seen: Seen, monkeypatch: pytest.Monkey
         flash_attn_quantized_func(parts, causal=True, two_level_accumulation=1)
 
 
-def test_parts_that_pytorch_has_to_undo_are_not_taken_for_others(seen: Seen) -> None:
-    rotated = Fp8Quantization(rotate_v=True)
-    for c in (rotated, Fp8Quantization(smooth_k=True, smooth_v=False)):
+def test_parts_that_want_more_than_a_kernel_are_not_taken_for_others(seen: Seen) -> None:
+    rotated, shifted = Fp8Quantization(rotate_v=True), Fp8Quantization(smooth_k=True, smooth_v=False)
+    for c, exact_lse in ((rotated, False), (shifted, False), (Fp8Quantization(), True)):
         parts = quantize_qkv(*qkv(), quantization=c)
         for _ in range(3):
-            flash_attn_quantized_func(parts)
+            flash_attn_quantized_func(parts, exact_lse=exact_lse)
     assert not parts_again.remembered._calls
     plain = [quantize_qkv(*qkv(), quantization=Fp8Quantization(smooth_v=False)) for _ in range(3)]
     for parts in plain:
