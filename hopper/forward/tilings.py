@@ -399,6 +399,14 @@ def _build(tiling: Tiling, dtype: str, key: tuple[int, int, bool]) -> ForwardCon
     return tiling.build(ForwardConfig, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)
 
 
+def shipped_plain_configs() -> tuple[ForwardConfig, ...]:
+    """Those of PLAIN_TILINGS for head_dims that fill their tiles, each once. Others have kernels for each head_dim."""
+    rows = [
+        (key, row.tiling) for key, rows in PLAIN_TILINGS.items() for row in rows if key[0] in row.head_dims
+    ]
+    return tuple(dict.fromkeys(_build(tiling, dtype, key) for dtype in DTYPES for key, tiling in rows))
+
+
 def shipped_forward_configs() -> tuple[ForwardConfig, ...]:
     """Every config that ``select_forward_config`` can return, each once."""
     rows = [

@@ -141,7 +141,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
     from cute_kernels.launches.config import LaunchesConfig
     from hopper.backward.config import shipped_backward_kernels
     from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
-    from hopper.forward.tilings import shipped_forward_configs
+    from hopper.forward.tilings import shipped_forward_configs, shipped_plain_configs
     from hopper.mean.config import shipped_value_mean_configs
     from hopper.quantize.config import shipped_quantize_configs
     from hopper.transpose.config import shipped_transpose_configs
@@ -152,6 +152,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
         return *shipped_ampere_forward_configs((arch,)), *shipped_ampere_backward_kernels((arch,))
     return (
         *shipped_forward_configs(),
+        *shipped_plain_configs(),
         *shipped_fp8_forward_configs(),
         *shipped_fp8_forward_configs(two_level=True),
         *shipped_exact_lse_configs(),

@@ -205,8 +205,8 @@ def problems_of(model: ModelShape) -> Iterator[AttentionProblem]:
         for seqlen in length_bounds():
             specs = model.specs(min(seqlen, 2**20))
             problem = forward_rules.problem_of(*specs, causal, sides, model.scores)
-            # A prompt that is attended to in parts has fewer tiles than its length says.
-            yield from dict.fromkeys((replace(problem, has_many_tiles=False), problem))
+            # Prompts of a batch have more tiles than one, and one that is attended to in parts has fewer.
+            yield from (replace(problem, has_many_tiles=is_many) for is_many in (False, True))
         window = sides != FULL_SIDES, sides[2] > 0
         yield forward_rules.packed_problem_of(flat_q, flat_v, causal, window, model.scores)
 
@@ -250,10 +250,12 @@ def strips_of(model: ModelShape, target: Target) -> Iterator[Any]:
 
 def of_one_tile(model: ModelShape, target: Target) -> Iterator[Any]:
     """The kernels of the gradients of sequences whose keys are one tile."""
-    q, k, v = model.specs(64)
+    # As many heads as any walk is served with.
+    batch = backward_rules.LONGEST_WALKS[0][0]
+    q, k, v = ((batch, *x.shape[1:]) for x in model.specs(64))
     for causal, sides in model.masks:
         options = model.dtype, causal, False, sides != FULL_SIDES, model.scores
-        asked = backward_rules.in_one_tile(BackwardProblem(q.shape, k.shape, v.shape, *options))
+        asked = backward_rules.in_one_tile(BackwardProblem(q, k, v, *options))
         choice = backward_rules.choose_for(asked.kind, target, None)
         if asked.one_tile and choice.backend == "hopper":
             yield backward_rules.select_for(asked.kind, choice.backend, target.capability)

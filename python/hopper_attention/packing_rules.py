@@ -8,7 +8,7 @@ each of its tiles reads keys anew. So tiles are counted, each with what it costs
 from __future__ import annotations
 
 from hopper.config import WARPGROUP_ROWS
-from hopper_attention.decode_rules import ctas_of_pieces, select_decode
+from hopper_attention.decode_rules import even_ctas, select_decode
 from hopper_attention.kvcache_checks import CacheCall, CacheShape
 
 FORWARD_ROWS = 128
@@ -55,7 +55,7 @@ def packed_cost(call: CacheCall) -> float:
     """Time of the decode kernel for a key of all sequences, in tiles of the forward kernel on one multiprocessor."""
     shape = call.shape
     tiles = shape.kv_heads * _tiles(shape, shape.heads // shape.kv_heads, select_decode(call).tile_m)
-    return TILE_COST * tiles / ctas_of_pieces(MULTIPROCESSORS, tiles, shape.kv_heads)
+    return TILE_COST * tiles / even_ctas(MULTIPROCESSORS, tiles, shape.kv_heads)
 
 
 def unpacked_cost(shape: CacheShape, in_place: bool) -> float:

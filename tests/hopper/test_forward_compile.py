@@ -19,6 +19,7 @@ from hopper.forward.tilings import (
     select_forward_config,
     select_plain_config,
     shipped_forward_configs,
+    shipped_plain_configs,
 )
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each
@@ -28,6 +29,7 @@ from tests.ptx import compile_ptx, ptx_of
 
 SHIPPED = (
     *shipped_forward_configs(),
+    *shipped_plain_configs(),
     *shipped_fp8_forward_configs(),
     *shipped_fp8_forward_configs(two_level=True),
     *shipped_exact_lse_configs(),

@@ -160,3 +160,9 @@ def test_it_is_told_and_compiled_ahead() -> None:
     assert names[0].endswith("_tile") and not names[1].endswith("_tile")
     ahead = [c.name for c in kernels_of(ModelShape(BF16, 4, 4, 128, 128), "sm_90a", train=True)]
     assert set(names) <= set(ahead)
+
+
+def test_few_heads_of_keys_are_compiled_ahead_for_batches() -> None:
+    """One sequence has too few key/value heads for long walks, and eight have enough."""
+    configs = kernels_of(ModelShape(BF16, 14, 2, 64, 64), "sm_90a", train=True)
+    assert any(config.name.endswith("_tile") for config in configs)

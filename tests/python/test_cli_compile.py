@@ -21,7 +21,7 @@ from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from cute_kernels.launches.config import LaunchesConfig
 from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
-from hopper.forward.tilings import shipped_forward_configs
+from hopper.forward.tilings import shipped_forward_configs, shipped_plain_configs
 from hopper.mean.config import shipped_value_mean_configs
 from hopper.quantize.config import shipped_quantize_configs
 from hopper.transpose.config import shipped_transpose_configs
@@ -44,7 +44,8 @@ def hopper_kernels() -> tuple[Any, ...]:
     operands = *shipped_quantize_configs(), *shipped_value_mean_configs(), *shipped_transpose_configs()
     operands += (WidenConfig(),)
     fp8 += shipped_exact_lse_configs()
-    return (*shipped_forward_configs(), *fp8, *operands, *shipped_backward_kernels(), LaunchesConfig())
+    plain = shipped_forward_configs() + shipped_plain_configs()
+    return (*plain, *fp8, *operands, *shipped_backward_kernels(), LaunchesConfig())
 
 
 @pytest.fixture

@@ -101,6 +101,15 @@ def test_a_mask_that_is_too_large_is_left_to_blocks(
     assert attention.find_bands(k, k, terms) is None
 
 
+def test_a_default_device_moves_nothing(in_bands: list[Bands]) -> None:
+    """Scripts set one for what they make themselves."""
+    q, k, v = (torch.randn(1, 300, 2, 32).bfloat16() for _ in range(3))
+    expected = flash_attn_func(q, k, v, window_size=(20, 0), backend="torch")
+    with torch.device("meta"):
+        found = flash_attn_func(q, k, v, window_size=(20, 0), backend="torch")
+    assert in_bands and torch.equal(found, expected)
+
+
 def test_slices_of_keys_share_their_memory_and_their_sums_are_of_each_key() -> None:
     found = Bands.of(150, 170, Terms(True, 1.0, (20, 0, 0)))
     assert found is not None

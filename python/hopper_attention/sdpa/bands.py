@@ -103,16 +103,18 @@ class Bands:
 
     def mask(self, group: int, dtype: torch.dtype) -> Tensor:
         """(1, number, group * rows, span), added to scores: 0 or -inf. A query that sees no key sees all here."""
-        i, j = torch.arange(self.rows)[:, None], torch.arange(self.span)
-        keys = torch.arange(self.number)[:, None, None] * self.rows + self.first + j
+        # Not on the default device, which may be another one.
+        rows, j = (torch.arange(n, device="cpu") for n in (self.rows, self.span))
+        i, bands = rows[:, None], torch.arange(self.number, device="cpu")[:, None, None]
+        keys = bands * self.rows + self.first + j
         seen = (j >= i) & (j < i + self.width) & (keys >= 0) & (keys < self.seqlen_k)
         hidden = ~(seen | ~seen.any(-1, keepdim=True))
-        added = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+        added = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, -math.inf)
         return added.repeat(1, group, 1)[None]
 
     def blind_rows(self) -> Tensor:
         """Boolean (seqlen_q): the queries that see no key."""
-        begin = torch.arange(self.seqlen_q) + self.first
+        begin = torch.arange(self.seqlen_q, device="cpu") + self.first
         return (begin >= self.seqlen_k) | (begin + self.width <= 0)
 
 

@@ -174,8 +174,10 @@ class Heads:
         return Changed(x, slope)
 
     def _bias(self, slopes: Tensor, block: Block) -> Tensor:
-        own = torch.arange(*block.rows)[:, None] + (self.mask.seqlen_k - self.mask.seqlen_q)
-        return (slopes * (own - torch.arange(*block.keys)).abs().float()).flatten(1, 2)
+        # Not on the default device, which may be another one.
+        rows, keys = (torch.arange(*part, device="cpu") for part in (block.rows, block.keys))
+        own = rows[:, None] + (self.mask.seqlen_k - self.mask.seqlen_q)
+        return (slopes * (own - keys).abs().float()).flatten(1, 2)
 
 
 def rows_of(folded: Tensor, block: Block) -> Tensor:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 
 from hopper.config import ForwardConfig
-from hopper.forward.tilings import select_forward_config
+from hopper.forward.tilings import select_plain_config
 from hopper_attention.backends import target_of, why_not_hopper
 from hopper_attention.compile_cache import Compilation
 from hopper_attention.experiments.ablation.choice import (
@@ -98,7 +98,7 @@ class Ablation:
         p = self.problem
         if self.precision == FP8:
             return shipped_fp8_config(p)
-        return select_forward_config(p.dtype, p.head_dim, p.head_dim_v, p.causal, p.seqlen_k)
+        return select_plain_config(p.dtype, p.head_dim, p.head_dim_v, p.causal, p.seqlen_k)
 
     def fields(self) -> list[Field]:
         """Who competes for each row."""
