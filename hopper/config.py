@@ -151,7 +151,7 @@ class ForwardConfig:
         """Keys, in ascending order, of the block that a warpgroup visits first, of which only so many are worked on
         where its rows see no more: of many warpgroups under a causal mask, as a block is twice as wide as a warpgroup
         is high or more. As many as it has rows, or a multiple, where these divide a block; else half of the block. What
-        else is in the softmax's way takes the registers. Each width has whole steps of P V."""
+        else is in the softmax's way takes the registers. Each width of the tiles that ship has whole steps of P V."""
         is_wide = self.tile_n >= 2 * WARPGROUP_ROWS and self.tile_n % 32 == 0
         has_registers = self.compares_bits or self.score_dtype == "float16"
         if not (self.walks_apart and is_wide and has_registers):

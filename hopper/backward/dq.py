@@ -25,7 +25,7 @@ NO_TILE = -1
 
 
 class QueryTile(NamedTuple):
-    """A query tile that a key tile visits, where dQ of it is finished on the chip (``StripGradientOfQ``): whether the
+    """A query tile that a key tile visits, where dQ of it is finished on the chip (``WrittenGradientOfQ``): whether the
     key tile before has begun it, and whether it gets nothing from the next."""
 
     m_block: Int32

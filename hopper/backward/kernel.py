@@ -106,10 +106,10 @@ class BackwardKernel:
         stream,
     ):
         """Launch. mQ, mK, mV, mdO, mdK, mdV are (batch, seqlen, heads, head_dim); mLSE (in base 2) and mDelta float32
-        (batch, heads, padded seqlen_q); mdQ float32 (batch, heads, query tiles, warpgroups, words), compact, or with
-        ``strips`` like mQ; mCounter int32, zero: two for the scheduler,
-        zero again afterwards, and with ``ordered`` one for each query tile of all heads; with ``clears_ahead`` mdQ may
-        hold anything, and mCounter is that of ``Clearing``."""
+        (batch, heads, padded seqlen_q), or with ``one_tile`` mLSE in base e, not padded, and O as mDelta; mdQ float32
+        (batch, heads, query tiles, warpgroups, words), compact, or with ``strips`` or ``one_tile`` like mQ; mCounter
+        int32, zero: two for the scheduler, zero again afterwards, and with ``ordered`` one for each query tile of all
+        heads; with ``clears_ahead`` mdQ may hold anything, and mCounter is that of ``Clearing``."""
         tensors = (mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter)
         self._launch(tensors, NO_OPTIONS, softmax_scale, num_ctas, stream)
 

@@ -153,7 +153,7 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def starts_early(self) -> bool:
-        """Behind the kernel that transposes V; behind others it gained nothing."""
+        """Where it gained: behind the kernel that transposes V, and where O goes from registers."""
         return self.lowers_queries or self.o_from_registers
 
     @property

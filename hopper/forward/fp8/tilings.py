@@ -39,7 +39,8 @@ def rows(tile_m: int, *tiles: Any, **fields: Any) -> Tiling:
 
 
 def wide_rows(kind: Callable[..., Tiling], *tiles: Any, **fields: Any) -> Tiling:
-    """``eager`` or ``half_scores`` for V in rows: O lies where rows of V have waited, if there is no other place."""
+    """``eager`` or ``half_scores`` for V in rows. If O has no place of its own it goes from registers with ``eager``,
+    and else by way of the place where rows of V have waited."""
     return kind(*tiles, v_rows=True, **fields)
 
 
