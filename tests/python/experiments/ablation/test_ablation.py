@@ -200,7 +200,7 @@ def run_fakes(
         return fake_peer(name, scale=1.1 if broken and broken in config.name else 1.0)
 
     # Few keys have a tile of their own, without variants.
-    monkeypatch.setattr(ablation, "select_forward_config", lambda *p: select_forward_config(*p[:4], 8448))
+    monkeypatch.setattr(ablation, "select_plain_config", lambda *p: select_forward_config(*p[:4], 8448))
     monkeypatch.setattr(bench, "stopwatch_for", lambda device: watch)
     monkeypatch.setattr(ablation, "peers_of", lambda configs: [peer(c.name, c) for c in configs])
     monkeypatch.setattr(ablation, "inspect_config", inspect)
