@@ -143,6 +143,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeKernel, list[Fp8Forward
     kernel, configs = FakeKernel(), []
     pretend(monkeypatch, fp8_launch)
     monkeypatch.setattr(compile_cache, "get_forward", lambda config: configs.append(config) or kernel)
+    monkeypatch.setattr(fp8_launch, "widened", lambda q, k: (q.to(torch.float16), k.to(torch.float16)))
     yield kernel, configs
     forget_launchers()
 
@@ -156,13 +157,14 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
     assert q_scale is parts.q.scale and k_scale is parts.k.scale and v_scale is parts.v.scale
     assert o_scale.tolist() == [[[1.0], [1.0]]] * 2
     config = select_fp8_forward_config(64, 64, True, "float16", 203)
-    with_lse = select_fp8_forward_config(64, 64, True, "float16", 203, exact_lse=True)
+    with_lse = select_fp8_forward_config(64, 64, True, "float16", 203, config.tile_n, exact_lse=True)
     assert numbers == [1, config.tile_n, 0.125, 132] and mean_v is parts.mean_v
     assert out.shape == (2, 113, 4, 64) and lse.shape == (2, 4, 113) and out.dtype == torch.float16
     assert configs == [config]
     flash_attn_quantized_func(parts, causal=True)
     assert kernel.arguments[4].shape == (2, 4, 0) and configs == 2 * [config]
     flash_attn_quantized_func(parts, causal=True, exact_lse=True)
+    assert all(x.dtype == torch.float16 for x in kernel.arguments[:2])
     flash_attn_fp8_func(*qkv(), causal=True, quantization=SMOOTH, exact_lse=True)
     assert configs == [*(2 * [config]), with_lse]
 
