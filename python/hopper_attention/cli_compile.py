@@ -202,7 +202,8 @@ def compile_and_show(configs: Sequence[KernelConfig], processes: int) -> tuple[C
             "cached)"
         ) from None
     except KeyboardInterrupt:
-        built = sum(not result.error for result in finished)
+        # One may be there of which this process has not been told yet.
+        built = compile_cache.count_cached(configs)
         Console(stderr=True).print(
             f"stopped: {built} of {len(configs)} kernels are in {compile_cache.cache_dir()}; the same command goes on "
             "from there",

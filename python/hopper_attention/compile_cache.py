@@ -321,6 +321,11 @@ def compile_all(
     return tuple(results[config.name] for config in configs)
 
 
+def count_cached(configs: Sequence[KernelConfig]) -> int:
+    """How many of ``configs`` the cache on disk holds."""
+    return sum(CompileCache(folder_of(config)).contains(config) for config in configs)
+
+
 @contextlib.contextmanager
 def _worker_pool(jobs: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that finish their work at the end of the block, and are killed where an exception leaves it.

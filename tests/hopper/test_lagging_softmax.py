@@ -377,13 +377,14 @@ def test_blocks_whose_scores_are_all_computed_again(
     all_groups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By mma.sync: the same scores, in rows of any scale, and a fresh maximum in every block."""
+    q, k, v = draw(77, 211)
+    parts = quantized(q * (torch.arange(77) % 5 - 2.0).exp2().view(1, -1, 1, 1), k, v)
+    # Before anything is patched: its program is kept for other tests.
+    usual, usual_lse = fp8_forward_on_numpy(config_of(), parts, SCALE)
     monkeypatch.setattr(stale_maximum, "LARGEST_P", -1.0)
     monkeypatch.setattr(lagging.LaggingSoftmax, "_has_lost_any", lambda _: Boolean(True))
     if all_groups:
         monkeypatch.setattr(lagging, "RELIABLE", -1.0)
-    q, k, v = draw(77, 211)
-    parts = quantized(q * (torch.arange(77) % 5 - 2.0).exp2().view(1, -1, 1, 1), k, v)
-    usual, usual_lse = fp8_forward_on_numpy(config_of(), parts, SCALE)
     program = parse(compile_ptx(config_of()))
     monkeypatch.setattr(on_numpy, "program_of", lambda _: program)
     out = check(parts)
