@@ -152,10 +152,10 @@ def test_a_backward_pass_is_the_same_for_many_threads(
     def backward(rows: shares.Rows, k: Tensor, v: Tensor, causal: bool) -> shares.Gradients:
         calls.append((*rows[1].shape[:3], k.shape[2]))
         given = (*rows[:2], k, v, *rows[2:])
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *given, 0.0, causal, scale=0.25
         )
-        return tuple(found)  # type: ignore[return-value]
+        return dq, dk, dv
 
     rows = dout, q, out, lse
     expected = backward(rows, k, v, causal)
