@@ -23,8 +23,8 @@ COLUMNS = 4
 COLUMNS_OF_A_CTA = 128
 """Of a row, that a CTA adds up at a time."""
 
-AT_A_TIME = 8
-"""Partial results whose loads a thread has under way together."""
+AT_A_TIME = (1, 4, 8)
+"""Partial results whose loads a thread has under way together: the fewest that are all of a tile, or the most."""
 
 WARPS = 4
 LANES = 32
@@ -126,16 +126,38 @@ class Combine(LoopInvariant):
         shift, total, rounded = Float32(LEAST), Float32(0.0), Float32(0.0)
         o = cute.make_rmem_tensor(COLUMNS, Float32)
         o.fill(0.0)
+        before, few, some = ctas[1] - ctas[0], *(WARPS * count for count in AT_A_TIME[:2])
+        sums = shift, total, rounded
+        if before < few:
+            sums = self._add_parts(o, ctas, row, column, sums, AT_A_TIME[0])
+        elif before < some:
+            sums = self._add_parts(o, ctas, row, column, sums, AT_A_TIME[1])
+        else:
+            sums = self._add_parts(o, ctas, row, column, sums, AT_A_TIME[2])
+        return o, RowSum(*sums)
+
+    @cute.jit
+    def _add_parts(
+        self,
+        o: cute.Tensor,
+        ctas: tuple[Int32, Int32],
+        row: Int32,
+        column: Int32,
+        before: tuple[Float32, Float32, Float32],
+        at_a_time: cutlass.Constexpr[int],
+    ) -> tuple[Float32, Float32, Float32]:
+        """Those that this warp adds up, ``at_a_time`` of them at a time."""
+        shift, total, rounded = before
         first_cta, last_cta = ctas
-        step = WARPS * AT_A_TIME
+        step = WARPS * at_a_time
         for cta in cutlass.range(first_cta + self.warp, last_cta + 1, step, unroll=1):
             loaded = []
-            for n in cutlass.range_constexpr(AT_A_TIME):
+            for n in cutlass.range_constexpr(at_a_time):
                 own = minimum(cta + n * WARPS, last_cta)
                 slot = self.parts.slot(own, own == first_cta)
                 address = self.parts.rows(slot).iterator + (row * self.config.head_dim_v + column)
                 loaded.append((load_4(address), load_4(self.parts.sums(slot).iterator + 4 * row)))
-            for n in cutlass.range_constexpr(AT_A_TIME):
+            for n in cutlass.range_constexpr(at_a_time):
                 values, sums = loaded[n]
                 part_shift, part_total, part_rounded = sums[0], sums[1], sums[2]
                 # Of a part without a key that the row sees there is no O.
@@ -148,7 +170,7 @@ class Combine(LoopInvariant):
                 rounded = rounded * old + (part_rounded * new if is_there else Float32(0.0))
                 for e in cutlass.range_constexpr(COLUMNS):
                     o[e] = o[e] * old + (values[e] * new if is_there else Float32(0.0))
-        return o, RowSum(shift, total, rounded)
+        return shift, total, rounded
 
     @cute.jit
     def _store(self, rows: TileRows, row: Int32, column: Int32):

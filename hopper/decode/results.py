@@ -156,8 +156,13 @@ class Results(LoopInvariant):
             if rows.exists(r):
                 row = rows.row(r)
                 for j in cutlass.range_constexpr(consumer.pairs):
-                    for e, value in enumerate(consumer.pair(r, j)):
-                        o[consumer.column(j) + e, row] = value
+                    store_2(o, (consumer.column(j), row), *consumer.pair(r, j))
                 if rows.leads:
-                    sums[0, row], sums[1, row] = row_sum.shift, row_sum.total
+                    store_2(sums, (0, row), row_sum.shift, row_sum.total)
                     sums[2, row] = row_sum.rounded
+
+
+def store_2(tensor: cute.Tensor, place: tuple, low: Float32, high: Float32) -> None:
+    """An element of a tensor in global memory, at a multiple of 8 bytes, and the one behind it."""
+    address = (tensor.iterator + cute.crd2idx(place, tensor.layout)).toint()
+    cute.arch.inline_ptx("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])
