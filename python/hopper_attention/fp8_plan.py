@@ -83,7 +83,7 @@ def explain_fp8(
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
-    exact_lse: bool = False,
+    exact_lse: bool | None = None,
     window_size: Any = FULL_WINDOW,
     attention_chunk: int = 0,
     cu_seqlens_q: Tensor | None = None,
@@ -109,8 +109,8 @@ def explain_fp8(
     checks.check_are_tensors(q=q, k=k, v=v)
     check_quantization(quantization)
     causal = checks.check_flag("causal", causal)
-    without_lse = not checks.check_flag("return_attn_probs", return_attn_probs)
-    exact_lse = checks.check_flag("exact_lse", exact_lse)
+    returns_lse = checks.check_flag("return_attn_probs", return_attn_probs)
+    exact_lse, without_lse = checks.check_exact_lse(exact_lse, returns_lse), not returns_lse
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
     if softmax_scale is not None:
@@ -200,8 +200,9 @@ def plan_attention(problem: Fp8Problem, target: Target, backend: str | None) -> 
     copies: tuple[str, ...] = ()
     if choice.backend == "ampere":
         copies = (f"q, k and v are dequantized to {problem.out_dtype} by PyTorch",)
-    notes = (choice.advice,) if choice.advice else ()
-    return Plan(choice.backend, config_of(problem, choice, target), choice.reason, copies, notes)
+    config = config_of(problem, choice, target)
+    notes = ((choice.advice,) if choice.advice else ()) + fp8_rules.describe_lse(config)
+    return Plan(choice.backend, config, choice.reason, copies, notes)
 
 
 def config_of(problem: Fp8Problem, choice: Choice, target: Target) -> Config:
