@@ -36,7 +36,7 @@ NO_KERNEL_WITH_SCORES = (
 )
 
 NOTE_ON_EXACT_LSE = (
-    "lse: exact, from q and k that a kernel makes 16 bits wide; exact_lse=False takes less time, and its lse is off by "
+    "lse: exact, as codes of q and k are multiplied in 16 bits; exact_lse=False takes less time, and its lse is off by "
     "up to 8e-2"
 )
 
