@@ -82,8 +82,8 @@ def packed_naive_lse(parts: PackedQuantizedQKV, causal: bool, window: tuple[int,
     return torch.cat(found, 1)
 
 
-def check_turns(call: Any, exact: Tensor) -> None:
-    """``call(exact_lse)`` three times over, each of ``IN_TURN`` in its turn: (out, lse)."""
+def check_turns(call: Any, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """``call(exact_lse)`` three times over, each of ``IN_TURN`` in its turn: (out, lse). Returns those by default."""
     found = [(exact_lse, *call(exact_lse)) for exact_lse in 3 * IN_TURN]
     fast, default = found[0], found[1]
     for exact_lse, out, lse in found:
@@ -91,7 +91,8 @@ def check_turns(call: Any, exact: Tensor) -> None:
         assert torch.equal(out, same[1]) and torch.equal(lse, same[2]), exact_lse
     assert error_of(default[2], exact) <= EXACT and error_of(fast[2], exact) <= COARSE
     assert not torch.equal(fast[2], default[2])
-    assert rms(fast[1].double() - default[1].double()) <= 0.05 * rms(default[1].double())
+    assert rms(fast[1].double() - default[1].double()) <= 0.08 * rms(default[1].double())
+    return default[1:]
 
 
 @pytest.mark.parametrize("family", NAMED, ids=lambda family: family.name)
@@ -101,7 +102,7 @@ def test_calls_in_turn(name: str, window: tuple[int, int], family: Family) -> No
     parts = quantize_qkv(x.q, x.k, x.v)
     options = {"window_size": window, "backend": "hopper"}
     exact = naive_lse(parts, problem.causal, window)
-    check_turns(
+    of_parts = check_turns(
         lambda exact_lse: flash_attn_quantized_func(
             parts, None, problem.causal, True, exact_lse=exact_lse, **options
         ),
@@ -109,12 +110,14 @@ def test_calls_in_turn(name: str, window: tuple[int, int], family: Family) -> No
     )
     # Of the same blocks, which else go by the mask.
     options["quantization"] = parts.quantization
-    check_turns(
+    of_16_bits = check_turns(
         lambda exact_lse: flash_attn_fp8_func(
             x.q, x.k, x.v, None, problem.causal, True, exact_lse=exact_lse, **options
         ),
         exact,
     )
+    # Whichever kernel made the codes wide.
+    assert all(map(torch.equal, of_parts, of_16_bits))
 
 
 @pytest.mark.parametrize("exact_lse", IN_TURN)

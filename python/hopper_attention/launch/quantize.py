@@ -153,8 +153,8 @@ def select_quantize_config(
 
 
 class Outputs(NamedTuple):
-    """What the kernel fills, contiguous: e4m3 q8 (b, sq, h, d), k8 (b, sk, hk, d) and vt8 (b, hk, dv, keys), float32
-    scales (b, heads, blocks), of Q (b, h, sq) where each row has one."""
+    """What the kernel fills, contiguous: q8 (b, sq, h, d) and k8 (b, sk, hk, d) of the config's ``code_dtype``, e4m3
+    vt8 (b, hk, dv, keys), float32 scales (b, heads, blocks), of Q (b, h, sq) where each row has one."""
 
     q8: Tensor
     k8: Tensor
@@ -203,7 +203,8 @@ def output_pieces(
 
 def empty_outputs(config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
     """New tensors for the kernel to fill, on the current GPU."""
-    pieces = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape)
+    codes = getattr(torch, config.code_dtype)
+    pieces = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape, codes)
     make = device_memory.empty_on_gpu
     return Outputs(*[make(*new_layout(piece.shape), piece.dtype) for piece in pieces])
 
