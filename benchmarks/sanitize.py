@@ -318,7 +318,7 @@ def run_quantize_case(config: QuantizeConfig, device: str) -> str:
     return "; ".join(
         f"{name} differs from its twin"
         for name, result, right in zip(Outputs._fields, outputs, expected, strict=True)
-        if not torch.equal(result.cpu().view(torch.uint8), right.view(torch.uint8))
+        if not torch.equal(result.cpu().view(torch.uint8), right.to(result.dtype).view(torch.uint8))
     )
 
 

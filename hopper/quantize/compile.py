@@ -18,8 +18,9 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
 
     - q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv): the config's dtype, the last stride 1, other strides in
       multiples of 8 elements, 16-byte aligned addresses.
-    - q8, k8: e4m3 of the shapes of q and k. vt8: e4m3 (b, hk, dv, keys), keys a multiple of 32 that covers sk, each 32
-      in the order ``FP8_KEY_ORDER``, zeros behind sk. Strides in multiples of 16, 16-byte aligned addresses.
+    - q8, k8: e4m3, with ``wide_codes`` float16, of the shapes of q and k. vt8: e4m3 (b, hk, dv, keys), keys a multiple
+      of 32 that covers sk, each 32 in the order ``FP8_KEY_ORDER``, zeros behind sk. Strides in multiples of 16, 16-byte
+      aligned addresses.
     - q_scale (b, h, ceil(sq / block_q)), which is one a row with block_q = 1; k_scale and v_scale
       (b, hk, ceil(sk / block_k)): float32.
     - signs int32 (d / 2,), with ``rotate``: what to XOR pairs of columns with; signs_v (dv / 2,) with ``rotate_v``.
@@ -38,7 +39,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     The V that it reads is not freed before this launch, so that no output lies there.
     """
     dtype = DSL_DTYPES[config.dtype]
-    d, dv = config.head_dim, config.head_dim_v
+    codes, (d, dv) = DSL_DTYPES[config.code_dtype], (config.head_dim, config.head_dim_v)
     b, sq, sk, h, hk, nq, nk = (cute.sym_int() for _ in range(7))
     signs, signs_v, no_mean_k, no_mean_v = (words(cute.sym_int()) for _ in range(4))
     is_packed = config.layout == VARLEN
@@ -50,8 +51,8 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
         strided(dtype, (b, sq, h, d), CHUNK),
         strided(dtype, (b, sk, hk, d), CHUNK),
         strided(dtype, (b, sk, hk, dv), CHUNK),
-        strided(Float8E4M3FN, (b, sq, h, d), 16),
-        strided(Float8E4M3FN, (b, sk, hk, d), 16),
+        strided(codes, (b, sq, h, d), 16),
+        strided(codes, (b, sk, hk, d), 16),
         strided(Float8E4M3FN, (b, hk, dv, cute.sym_int(divisibility=32)), 16),
         strided(Float32, (b, h, nq), 1),
         strided(Float32, (b, hk, nk), 1),

@@ -9,7 +9,7 @@ from typing import Any
 
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES
 from hopper.config import REGISTERS_PER_SM, SMEM_BYTES
-from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
+from hopper.forward.fp8.config import FP8_DTYPE, FP8_KEYS_PER_STEP, WIDE_CODES_DTYPE
 from hopper.forward.fp8.tilings import FP8_HALF_SCORES_TILINGS, FP8_TILINGS, select_fp8_forward_config
 from hopper.forward.tilings import NATIVE_HEAD_DIMS
 
@@ -189,7 +189,8 @@ class QuantizeConfig:
     ``dtype`` is that of the inputs. ``block_q`` rows of Q and ``block_k`` rows of K and of V share a scale.
     ``rotate`` and ``rotate_v`` multiply Q and K, and V, by a random-sign Hadamard matrix; ``smooth_k`` and
     ``smooth_v`` subtract a vector from each row of K, and of V, before. ``layout`` is "dense" or "varlen", as that of
-    ``ForwardConfig``.
+    ``ForwardConfig``. With ``wide_codes`` Q and K are rounded to e4m3 and stored in 16 bits, as a kernel of an exact
+    LSE takes them.
     """
 
     dtype: str
@@ -202,6 +203,7 @@ class QuantizeConfig:
     smooth_k: bool = False
     smooth_v: bool = False
     layout: str = DENSE
+    wide_codes: bool = False
 
     @property
     def scales_rows(self) -> bool:
@@ -291,7 +293,13 @@ class QuantizeConfig:
         parts = ["hopper_quantize", SHORT_NAMES[self.dtype], dims, f"q{self.block_q}k{self.block_k}"]
         parts += [flag for flag in ("rotate", "rotate_v", "smooth_k", "smooth_v") if getattr(self, flag)]
         parts += [] if self.layout == DENSE else [self.layout]
+        parts += ["wide"] if self.wide_codes else []
         return "_".join(parts)
+
+    @property
+    def code_dtype(self) -> str:
+        """What Q and K are stored as."""
+        return WIDE_CODES_DTYPE if self.wide_codes else FP8_DTYPE
 
     @property
     def _rows_q(self) -> int:
@@ -323,6 +331,8 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
             raise ValueError(f"{name} is {value}, allowed: {allowed}")
     if config.layout not in LAYOUTS:
         raise ValueError(f"layout is {config.layout!r}, allowed: {', '.join(LAYOUTS)}")
+    if config.layout != DENSE and config.wide_codes:
+        raise ValueError("wide_codes is True, allowed for packed sequences: False")
     if config.layout != DENSE and config.smooth_k:
         raise ValueError("smooth_k is True, allowed for packed sequences: False")
     if config.smem_bytes > SMEM_BYTES:  # asks for the number of warps, which refuses what is too large
@@ -330,9 +340,11 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
 
 
 def shipped_quantize_configs() -> tuple[QuantizeConfig, ...]:
-    """The configs of the default options at the native head_dims, each once."""
+    """The configs of the default options at the native head_dims, each once, with wide codes too."""
+    options = {"block_q": DEFAULT_BLOCK_Q, "smooth_v": DEFAULT_SMOOTH_V}
     return tuple(
-        QuantizeConfig(dtype, head_dim, head_dim_v, DEFAULT_BLOCK_Q, block_k, smooth_v=DEFAULT_SMOOTH_V)
+        QuantizeConfig(dtype, head_dim, head_dim_v, block_k=block_k, wide_codes=wide_codes, **options)
+        for wide_codes in (False, True)
         for dtype in DTYPES
         for head_dim, head_dim_v in NATIVE_HEAD_DIMS
         for block_k in default_block_sizes(head_dim, head_dim_v)

@@ -22,7 +22,15 @@ from hopper.quantize.config import (
     hadamard_blocks,
     is_power_of_two,
 )
-from hopper.quantize.words import load_async, multiply_add, reciprocal, transpose_bytes, widen, words_at
+from hopper.quantize.words import (
+    load_async,
+    multiply_add,
+    reciprocal,
+    transpose_bytes,
+    widen,
+    widen_codes,
+    words_at,
+)
 
 CHUNK_BYTES = 2 * CHUNK
 CHUNK_WORDS = CHUNK // 2
@@ -127,9 +135,9 @@ class Operand(LoopInvariant):
     """Q or K: where its items come from and go to, and what is done to their rows.
 
     ``source`` is (batch, seqlen, heads, head_dim) of 16 bits, ``scale`` (batch, heads, blocks) float32, and ``data``
-    e4m3 of the shape of ``source``. ``signs`` in shared memory are masks for pairs of columns, used if ``rotate``;
-    ``mean`` float32 (batch, heads, head_dim) is subtracted if ``smooth``, by way of ``mean_memory``
-    (columns, 2) in shared memory. The largest of the values that share a scale
+    e4m3 of the shape of ``source``, or the same numbers as float16. ``signs`` in shared memory are masks for pairs of
+    columns, used if ``rotate``; ``mean`` float32 (batch, heads, head_dim) is subtracted if ``smooth``, by way of
+    ``mean_memory`` (columns, 2) in shared memory. The largest of the values that share a scale
     becomes ``largest``. ``items`` says what a ``place`` is. Packed sequences have a batch of 1, a mean each, and blocks
     that none of them shares with another.
     """
@@ -314,19 +322,20 @@ class Operand(LoopInvariant):
     @cute.jit
     def _put(self, cta: Cta, row: cute.Tensor, inverse: Float32, p: cutlass.Constexpr[int], place: tuple):
         """Round the row of pass ``p`` and store it."""
-        t = self.tiling
+        t, code_bytes = self.tiling, self.data.element_type.width // 8
         number, head = place[:2]
         row_of_item = t.row(p, cta.warp, cta.lane)
         row_of_entry = self.items.first_row(place) + number * t.rows + row_of_item
         offset = Int64(self.items.entry(place)) * self.data.stride[0]
         offset = offset + Int64(row_of_entry) * self.data.stride[1]
         offset = offset + Int64(head) * self.data.stride[2] + t.column(0, cta.lane)
-        address = self.data.iterator.toint() + offset
+        address = self.data.iterator.toint() + code_bytes * offset
         for c in cutlass.range_constexpr(t.chunks):
             # Only the store is conditional: what an idle row computes is cheaper than registers that may be unset.
-            rounded = round_chunk(row, c, inverse)
+            rounded = (round_to_wide_codes if code_bytes == 2 else round_chunk)(row, c, inverse)
             if row_of_item < self.rows_present(place):
-                cute.autovec_copy(rounded, words_at(address + c * t.lanes * CHUNK, CHUNK // 4))
+                first = address + c * t.lanes * CHUNK * code_bytes
+                cute.autovec_copy(rounded, words_at(first, cute.size(rounded)))
 
     def _finish(self, cta: Cta, place: tuple):
         """What is left to do once every row is put."""
@@ -477,4 +486,13 @@ def round_chunk(row: cute.Tensor, c: int, inverse: Float32) -> cute.Tensor:
     words = cute.make_rmem_tensor(CHUNK // 4, Int32)
     for w in range(CHUNK // 4):
         words[w] = join(pack_e4m3(x[4 * w], x[4 * w + 1]), pack_e4m3(x[4 * w + 2], x[4 * w + 3]))
+    return words
+
+
+def round_to_wide_codes(row: cute.Tensor, c: int, inverse: Float32) -> cute.Tensor:
+    """The same numbers in float16: four words."""
+    x = [row[c * CHUNK + i] * inverse for i in range(CHUNK)]
+    words = cute.make_rmem_tensor(CHUNK // 2, Int32)
+    for w in range(CHUNK // 2):
+        words[w] = widen_codes(pack_e4m3(x[2 * w], x[2 * w + 1]))
     return words

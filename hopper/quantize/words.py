@@ -28,6 +28,13 @@ def widen(word: Int32, dtype: type[cutlass.Numeric]) -> tuple[Float32, Float32]:
     return low, high
 
 
+def widen_codes(pair: Int16) -> Int32:
+    """Two e4m3 in float16, which has every one of them."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.f16x2.e4m3x2 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[pair]
+    )
+
+
 def transpose_bytes(rows: list[Int32]) -> list[Int32]:
     """The 4 x 4 bytes of four words, transposed."""
     a, b, c, d = rows

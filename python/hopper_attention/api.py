@@ -58,6 +58,7 @@ def flash_attn_func(
     block_mask: Any = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -89,6 +90,7 @@ def flash_attn_func(
     block_mask: Any = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -120,6 +122,7 @@ def flash_attn_func(
     block_mask: Any = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -150,6 +153,7 @@ def flash_attn_func(
     block_mask: Any = None,
     dropout_p: float = NO_FACTOR,
     two_level_accumulation: bool = False,
+    exact_lse: bool | None = None,
     backend: str | None = None,
 ) -> Result:
     """softmax(softmax_scale * Q K^T) V, exact, with memory linear in the sequence lengths.
@@ -194,11 +198,13 @@ def flash_attn_func(
             the same bits in every run either way. torch.use_deterministic_algorithms(True) does the same.
         sm_margin: streaming multiprocessors that the Hopper kernel of the forward pass leaves to others, fewer than the
             GPU has. The other backends and the backward pass use all.
-        return_attn_probs: also return the LSE (FlashAttention's name for it, kept). For float8_e4m3fn the Hopper kernel
-            then has scores in float32, else mostly in float16: with it a call is slower, and its output differs in the
-            last digits.
+        return_attn_probs: also return the LSE (FlashAttention's name for it, kept). For float8_e4m3fn another Hopper
+            kernel then attends (``exact_lse``): with it a call is slower, and its output differs in the last digits.
         two_level_accumulation: for float8_e4m3fn on the Hopper kernel: add the products of its key tiles in float32,
             as in :func:`hopper_attention.flash_attn_fp8_func`. Changes nothing elsewhere.
+        exact_lse: for float8_e4m3fn on the Hopper kernel, as there: None makes the LSE exact where it is returned;
+            with False it comes from scores in float32 that the tensor cores add up with fewer bits, faster and off by
+            up to 8e-2. Changes nothing elsewhere.
         backend: "hopper", "ampere" (runs on Hopper GPUs too), "torch" (torch's fused attention, without windows
             or changes of scores), "reference", or None to have one chosen; see
             ``explain``.
@@ -269,6 +275,8 @@ def flash_attn_func(
         sm_margin = checks.check_sm_margin(sm_margin)
     if two_level_accumulation is not False:
         checks.check_two_level_accumulation(two_level_accumulation)
+    if exact_lse is not None:
+        exact_lse = checks.check_flag("exact_lse", exact_lse)
     if deterministic is not False:
         deterministic = checks.check_flag("deterministic", deterministic)
     if return_attn_probs is not False:
@@ -306,7 +314,8 @@ def flash_attn_func(
             return results if return_attn_probs else results[0]
     descales = (q_descale, k_descale, v_descale)
     options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
-    of_fp8 = two_level_accumulation, return_attn_probs
+    is_exact = checks.check_exact_lse(exact_lse, return_attn_probs)
+    of_fp8 = two_level_accumulation, return_attn_probs, is_exact
     results = _call_operator(q, k, v, softmax_scale, descales, options, of_fp8)
     return results if return_attn_probs else results[0]
 
@@ -355,12 +364,13 @@ def _call_operator(
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: tuple[MaskSpec, Scores, str | None, int, bool],
-    of_fp8: tuple[bool, bool],
+    of_fp8: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor]:
     """Through torch's dispatcher, which traces, differentiates and transforms.
 
     ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic, ``of_fp8`` what counts for
-    e4m3 tensors alone: two levels of sums, and whether the LSE is wanted, which may else lack its rows.
+    e4m3 tensors alone: two levels of sums, whether the LSE is wanted, which may else lack its rows, and whether it is
+    to be exact.
     """
     mask, scores, backend, sm_margin, deterministic = options
     checks.check_are_tensors(q=q, k=k, v=v)
@@ -372,8 +382,8 @@ def _call_operator(
         check_scores(scores, q.shape[0], q.shape[2], q.dtype, q.device)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_scores(q.dtype, scores)
-        two_level, wants_lse = of_fp8
-        options_8 = mask.causal, backend, two_level, sm_margin, wants_lse, *mask.sides
+        two_level, *of_lse = of_fp8
+        options_8 = mask.causal, backend, two_level, sm_margin, *of_lse, *mask.sides
         return autograd.forward_fp8(q, k, v, *descales, scale, *options_8, *scores.changes)
     flags = backend, sm_margin, deterministic
     if scores.captured:

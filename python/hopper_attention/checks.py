@@ -241,6 +241,11 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def check_exact_lse(exact_lse: Any, returns_lse: bool) -> bool:
+    """Whether the LSE of an FP8 call is to be exact. None leaves it to this rule: it is where the caller gets one."""
+    return returns_lse if exact_lse is None else check_flag("exact_lse", exact_lse)
+
+
 def check_descales(
     q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
 ) -> None:

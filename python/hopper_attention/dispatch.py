@@ -167,6 +167,7 @@ def explain(
     block_mask: Any = None,
     dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
+    exact_lse: bool | None = None,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> Plan:
@@ -197,7 +198,8 @@ def explain(
         features.check_lists(scores, q, k)
     scores = features.with_dropout(scores, dropout_p, q, no_draw)
     deterministic = checks.check_flag("deterministic", deterministic)
-    without_lse = not checks.check_flag("return_attn_probs", return_attn_probs)
+    returns_lse = checks.check_flag("return_attn_probs", return_attn_probs)
+    exact_lse = checks.check_exact_lse(exact_lse, returns_lse)
     checks.check_backend(backend)
     sm_margin = checks.check_sm_margin(sm_margin)
     checks.check_two_level_accumulation(two_level_accumulation)
@@ -223,7 +225,7 @@ def explain(
         specs = specs | {name: fold(specs[name], k.shape[2]) for name in ("q", "qv")}
         notes, mask, causal = (*notes, NOTE_ON_HEADS), MaskSpec(False), False
     if is_fp8 and not in_16_bits:
-        options_8 = two_level_accumulation, without_lse
+        options_8 = two_level_accumulation, exact_lse, not returns_lse
         choice, config = _plan_fp8(specs, mask, options_8, target, backend)
     else:
         has_work = 0 not in (*q.shape, *k.shape)
@@ -234,6 +236,7 @@ def explain(
             *where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind, qv is not None
         )
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores) + notes
+    notes += fp8_rules.describe_lse(config)
     is_launched = choice.backend in KERNELS and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
         notes += check_margin(sm_margin, target, q.device)
@@ -398,13 +401,13 @@ def describe_copies(
 def _plan_fp8(
     specs: dict[str, TensorSpec],
     mask: MaskSpec,
-    options: tuple[bool, bool],
+    options: tuple[bool, bool, bool],
     target: Target,
     backend: str | None,
 ) -> tuple[Choice, Config]:
-    """Backend and config of e4m3 tensors with a descale for each head; ``options`` are ``two_level`` and
-    ``without_lse`` of an ``Fp8Problem``."""
-    two_level, without_lse = options
+    """Backend and config of e4m3 tensors with a descale for each head; ``options`` are ``two_level``,
+    ``exact_lse`` and ``without_lse`` of an ``Fp8Problem``."""
+    two_level, exact_lse, without_lse = options
     shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
     blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK
     problem = fp8_rules.Fp8Problem(
@@ -415,6 +418,7 @@ def _plan_fp8(
         v_rows=True,
         two_level=two_level,
         window=mask.sides,
+        exact_lse=exact_lse,
         without_lse=without_lse,
     )
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)

@@ -55,7 +55,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
-    exact_lse: bool = ...,
+    exact_lse: bool | None = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
@@ -79,7 +79,7 @@ def flash_attn_fp8_func(
     return_attn_probs: Literal[True],
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
-    exact_lse: bool = ...,
+    exact_lse: bool | None = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
@@ -103,7 +103,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
-    exact_lse: bool = ...,
+    exact_lse: bool | None = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
@@ -127,7 +127,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = ...,
     two_level_accumulation: bool = ...,
-    exact_lse: bool = ...,
+    exact_lse: bool | None = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     cu_seqlens_q: Tensor | None = ...,
@@ -150,7 +150,7 @@ def flash_attn_fp8_func(
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
-    exact_lse: bool = False,
+    exact_lse: bool | None = None,
     window_size: Window = FULL_WINDOW,
     attention_chunk: int = 0,
     cu_seqlens_q: Tensor | None = None,
@@ -179,10 +179,10 @@ def flash_attn_fp8_func(
             add in float32 anyway: on the same blocks they give the same with it as without. Without ``block_k`` it
             decides on the blocks too.
         exact_lse: let another FP8 kernel attend, which takes every maximum, multiplies Q and K in 16 bits, and adds
-            scores, their exponentials and P V up in float32. It is slower, needs twice the memory of Q and K beside
-            them, and is for an LSE that partial results are merged by: within 1e-4 of that of the e4m3 tensors. That
-            of the other kernels is off by 1e-3 where many keys count, and by 1e-2 and more where one does
-            (docs/kernels/fp8-accuracy.md).
+            scores, their exponentials and P V up in float32. Its LSE is within 1e-4 of that of the e4m3 tensors, fit
+            to merge partial results by. It takes 1.4 to 2 times as long, and twice the memory of Q and K in e4m3 beside
+            them. None: where the LSE is returned. False: the fast kernel there too, whose LSE is off by 1e-3 where
+            many keys count, and by up to 8e-2 where one does (docs/kernels/fp8-accuracy.md).
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
             i + seqlen_k - seqlen_q + right; -1 or None is no limit, and with ``causal`` the right side is 0.
         attention_chunk: as for :func:`hopper_attention.flash_attn_func`.
@@ -219,7 +219,7 @@ def flash_attn_fp8_func(
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
-    exact_lse = checks.check_flag("exact_lse", exact_lse)
+    exact_lse = checks.check_exact_lse(exact_lse, return_attn_probs)
     q, k, v = cast_inputs(q, k, v)
     two_level = two_level_accumulation
     lengths = resolve_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
@@ -293,7 +293,7 @@ def flash_attn_quantized_func(
     return_attn_probs: Literal[False] = ...,
     *,
     two_level_accumulation: bool = ...,
-    exact_lse: bool = ...,
+    exact_lse: bool | None = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     backend: str | None = ...,
@@ -308,7 +308,7 @@ def flash_attn_quantized_func(
     *,
     return_attn_probs: Literal[True],
     two_level_accumulation: bool = ...,
-    exact_lse: bool = ...,
+    exact_lse: bool | None = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     backend: str | None = ...,
@@ -323,7 +323,7 @@ def flash_attn_quantized_func(
     return_attn_probs: Literal[True],
     *,
     two_level_accumulation: bool = ...,
-    exact_lse: bool = ...,
+    exact_lse: bool | None = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     backend: str | None = ...,
@@ -338,7 +338,7 @@ def flash_attn_quantized_func(
     return_attn_probs: bool = ...,
     *,
     two_level_accumulation: bool = ...,
-    exact_lse: bool = ...,
+    exact_lse: bool | None = ...,
     window_size: Window = ...,
     attention_chunk: int = ...,
     backend: str | None = ...,
@@ -352,7 +352,7 @@ def flash_attn_quantized_func(
     return_attn_probs: bool = False,
     *,
     two_level_accumulation: bool = False,
-    exact_lse: bool = False,
+    exact_lse: bool | None = None,
     window_size: Window = FULL_WINDOW,
     attention_chunk: int = 0,
     backend: str | None = None,
@@ -384,7 +384,7 @@ def flash_attn_quantized_func(
     scale = parts.q.data.shape[-1] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
-    exact_lse = checks.check_flag("exact_lse", exact_lse)
+    exact_lse = checks.check_exact_lse(exact_lse, return_attn_probs)
     if isinstance(parts, PackedQuantizedQKV):
         if not is_plain_call(parts.q.data, parts.k.data, parts.v.data):
             raise NotImplementedError(PACKED_IN_TWO_STEPS)

@@ -31,10 +31,11 @@ from hopper_attention.launch.quantize import (
     why_not_fused,
 )
 from hopper_attention.launch.value_mean import ValueMeanLauncher
+from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.layout import new_layout
 from hopper_attention.masks import MaskSpec, Sides
 from hopper_attention.quantization_rules import check_sources, with_numbers
-from hopper_attention.quantized import Fp8Quantization, Means
+from hopper_attention.quantized import E4M3, Fp8Quantization, Means
 
 OUTPUTS = len(Outputs._fields)
 
@@ -162,6 +163,11 @@ def _steps(launcher: AtOnceLauncher, constants: Constants) -> list[Step]:
 calls_at_once: FusedCalls[AtOnceCall] = FusedCalls()
 
 
+def leaves_work_to_pytorch(quantization: Fp8Quantization) -> bool:
+    """Whether something is done to K or V that PyTorch undoes in the results."""
+    return quantization.smooth_k or quantization.rotate_v
+
+
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def find_at_once(
     shapes: Shapes,
@@ -179,8 +185,8 @@ def find_at_once(
     """What serves a call with q, k and v like these, which are checked.
 
     None where PyTorch has a part in it: the kernel does not quantize the tensors, or something else than the FP8 kernel
-    attends to them, or V is rotated, which is undone in the output, or K loses its mean, which is in the LSE, or an
-    exact LSE is asked for, whose kernel takes codes that are made wider.
+    attends to them, or V is rotated, which is undone in the output, or K loses its mean, which is in the LSE.
+    With ``exact_lse`` the quantizer stores Q and K in 16 bits.
 
     Raises:
         ValueError, TypeError: q, k and v do not make a problem, or ``backend`` cannot run it.
@@ -191,13 +197,13 @@ def find_at_once(
     head_dims = shape.head_dim, shape.head_dim_v
     c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
     c = with_numbers(c, shape)
-    if c.smooth_k or c.rotate_v or exact_lse or quantizer_of(backend) is not None:
+    if leaves_work_to_pytorch(c) or quantizer_of(backend) is not None:
         return None
     if why_not_fused(q, k, v, c, known_target(q.device)):
         return None
-    quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device)
+    quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device, exact_lse)
     block_q, block_k = quantizer.config.block_q, quantizer.config.block_k
-    pieces = output_pieces(block_q, block_k, *shapes)
+    pieces = output_pieces(block_q, block_k, *shapes, WIDE_CODES if exact_lse else E4M3)
     if c.smooth_v:
         pieces = *pieces, Piece((shape.batch, shape.kv_heads, shape.head_dim_v))
     blocks, of_call = (block_q, block_k, block_k), (causal, two_level, window)
@@ -207,6 +213,7 @@ def find_at_once(
         quantizer.largest_codes,
         q.dtype,
         *of_call,
+        exact_lse=exact_lse,
         without_lse=without_lse,
     )
     strides_8 = (new_layout(shape)[1] for shape in shapes[:2])

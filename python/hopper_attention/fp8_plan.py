@@ -13,8 +13,9 @@ from hopper_attention import checks, fp8_rules
 from hopper_attention.backends import Choice, Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import Plan, cast_by_autocast, describe_window, imagined_target
-from hopper_attention.features import resolve_packed_mask
+from hopper_attention.features import is_full, is_given, resolve_packed_mask
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
+from hopper_attention.fp8_at_once import leaves_work_to_pytorch
 from hopper_attention.fp8_pays import describe_gain
 from hopper_attention.fp8_rules import Fp8Problem
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
@@ -22,6 +23,7 @@ from hopper_attention.launch.fp8 import problem_of
 from hopper_attention.launch.quantize import select_quantize_config, why_not_fused
 from hopper_attention.packed_fp8_plan import PackedCall, PackedPlan, plan_packed
 from hopper_attention.packed_quantization import resolve_lengths
+from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, QuantizedTensor, quantize_qkv
 from hopper_attention.quantized import DEFAULT_QUANTIZATION, check_quantization
 from hopper_attention.shapes import attention_shape
@@ -83,7 +85,7 @@ def explain_fp8(
     *,
     quantization: Fp8Quantization = DEFAULT_QUANTIZATION,
     two_level_accumulation: bool = False,
-    exact_lse: bool = False,
+    exact_lse: bool | None = None,
     window_size: Any = FULL_WINDOW,
     attention_chunk: int = 0,
     cu_seqlens_q: Tensor | None = None,
@@ -109,8 +111,8 @@ def explain_fp8(
     checks.check_are_tensors(q=q, k=k, v=v)
     check_quantization(quantization)
     causal = checks.check_flag("causal", causal)
-    without_lse = not checks.check_flag("return_attn_probs", return_attn_probs)
-    exact_lse = checks.check_flag("exact_lse", exact_lse)
+    returns_lse = checks.check_flag("return_attn_probs", return_attn_probs)
+    exact_lse, without_lse = checks.check_exact_lse(exact_lse, returns_lse), not returns_lse
     checks.check_backend(backend)
     checks.check_two_level_accumulation(two_level_accumulation)
     if softmax_scale is not None:
@@ -139,7 +141,11 @@ def explain_fp8(
     attention = plan_attention(problem, target, backend)
     attention = replace(attention, notes=attention.notes + describe_window(mask))
     if not reason:
-        config = select_quantize_config(q.dtype, *head_dims, k.shape[1], chosen)
+        # Where nobody else reads the codes, the quantizer stores them as the kernel of an exact LSE takes them.
+        is_alone = not (leaves_work_to_pytorch(chosen) or needs_gradient(q, k, v))
+        is_alone = is_alone and is_full(window_size) and not is_given(attention_chunk, 0)
+        widens = is_alone and exact_lse and attention.backend == "hopper"
+        config = select_quantize_config(q.dtype, *head_dims, k.shape[1], chosen, widens)
     return Fp8Plan(
         quantizer="torch" if reason else "fused",
         quantizer_reason=reason or f"{target.name} has compute capability 9.0",
@@ -200,8 +206,9 @@ def plan_attention(problem: Fp8Problem, target: Target, backend: str | None) -> 
     copies: tuple[str, ...] = ()
     if choice.backend == "ampere":
         copies = (f"q, k and v are dequantized to {problem.out_dtype} by PyTorch",)
-    notes = (choice.advice,) if choice.advice else ()
-    return Plan(choice.backend, config_of(problem, choice, target), choice.reason, copies, notes)
+    config = config_of(problem, choice, target)
+    notes = ((choice.advice,) if choice.advice else ()) + fp8_rules.describe_lse(config)
+    return Plan(choice.backend, config, choice.reason, copies, notes)
 
 
 def config_of(problem: Fp8Problem, choice: Choice, target: Target) -> Config:

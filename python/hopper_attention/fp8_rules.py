@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,11 @@ NO_SPEED_UP = "the kernels without WGMMA take FP8 dequantized to 16 bits, which 
 NO_KERNEL_WITH_SCORES = (
     "no FP8 kernel has softcap, alibi_slopes or sinks: q, k and v are dequantized to bfloat16, and the call has the "
     "speed of 16 bits"
+)
+
+NOTE_ON_EXACT_LSE = (
+    "lse: exact, as codes of q and k are multiplied in 16 bits; exact_lse=False takes less time, and its lse is off by "
+    "up to 8e-2"
 )
 
 NO_FP8_IN_TORCH = (
@@ -228,6 +233,11 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse
     dtype = DTYPE_NAMES[p.out_dtype]
     return select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
+
+
+def describe_lse(config: Any) -> tuple[str, ...]:
+    """A note on the kernel of an exact LSE, if ``config`` is one of it."""
+    return (NOTE_ON_EXACT_LSE,) if isinstance(config, Fp8ForwardConfig) and config.wide_codes else ()
 
 
 def check_size(config: Fp8ForwardConfig, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:

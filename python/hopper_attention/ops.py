@@ -91,6 +91,7 @@ def forward_fp8(
     two_level: bool = False,
     sm_margin: int = 0,
     wants_lse: bool = True,
+    exact_lse: bool = False,
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,
@@ -101,8 +102,9 @@ def forward_fp8(
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16, lse float32.
 
     ``two_level`` asks the FP8 kernel for two-level accumulation. Without ``wants_lse`` the lse is (batch, heads, 0),
-    and scores may be in float16. ``causal``, the sides of the window and the chunk are those of a ``MaskSpec``; from
-    ``softcap`` on they are those of ``Scores``, with which 16 bits compute.
+    and scores may be in float16; ``exact_lse`` is that of an ``Fp8AttentionProblem``. ``causal``, the sides of the
+    window and the chunk are those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``, with which 16
+    bits compute.
     """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     scores = Scores.of(softcap, alibi_slopes, sinks)
@@ -115,7 +117,7 @@ def forward_fp8(
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_descales(q, k, values, *descales, FP8_OUT_DTYPE)
         of_call = softmax_scale, causal, backend, two_level, wants_lse, sm_margin
-        return attend(parts, *of_call, window=window)
+        return attend(parts, *of_call, window=window, exact_lse=exact_lse)
 
     out, lse = attend_in_parts(v, attend_to) if needs_parts(v.shape[3]) else attend_to(v)
     return out, lse if wants_lse else without_rows(lse)
@@ -135,6 +137,7 @@ def _(
     two_level: bool = False,
     sm_margin: int = 0,
     wants_lse: bool = True,
+    exact_lse: bool = False,
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,

@@ -32,6 +32,7 @@ def flash_attn_qkvpacked_func(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -56,6 +57,7 @@ def flash_attn_qkvpacked_func(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -80,6 +82,7 @@ def flash_attn_qkvpacked_func(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -103,6 +106,7 @@ def flash_attn_qkvpacked_func(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
+    exact_lse: bool | None = None,
     backend: str | None = None,
 ) -> Result:
     """:func:`flash_attn_func` on one tensor that holds Q, K and V; nothing is copied to take them apart.
@@ -136,6 +140,7 @@ def flash_attn_qkvpacked_func(
         sm_margin=sm_margin,
         return_attn_probs=return_attn_probs,
         two_level_accumulation=two_level_accumulation,
+        exact_lse=exact_lse,
         backend=backend,
     )
 
@@ -160,6 +165,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -184,6 +190,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -208,6 +215,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     two_level_accumulation: bool = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -231,6 +239,7 @@ def flash_attn_kvpacked_func(
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     two_level_accumulation: bool = False,
+    exact_lse: bool | None = None,
     backend: str | None = None,
 ) -> Result:
     """:func:`flash_attn_func` with K and V in one tensor; nothing is copied to take them apart.
@@ -266,6 +275,7 @@ def flash_attn_kvpacked_func(
         sm_margin=sm_margin,
         return_attn_probs=return_attn_probs,
         two_level_accumulation=two_level_accumulation,
+        exact_lse=exact_lse,
         backend=backend,
     )
 

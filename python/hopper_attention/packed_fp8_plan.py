@@ -68,6 +68,7 @@ def plan_packed(
         check_packed_size("FP8 kernel", q.shape[1], batch, totals, config.tile_m)
     copies = (f"q, k and v are dequantized to {q.dtype} by PyTorch",) if choice.backend == "ampere" else ()
     notes = ((choice.advice,) if choice.advice else ()) + describe_window(call.mask)
+    notes += fp8_rules.describe_lse(config)
     attention = Plan(choice.backend, config, choice.reason, copies, notes)
     if call.backend == "reference":
         return PackedPlan(c, "backend is 'reference'", None, attention)

@@ -55,6 +55,7 @@ def flash_attn_varlen_func(
     score_mod: ScoreMod | None = ...,
     mask_mod: MaskMod | None = ...,
     dropout_p: float = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -90,6 +91,7 @@ def flash_attn_varlen_func(
     score_mod: ScoreMod | None = ...,
     mask_mod: MaskMod | None = ...,
     dropout_p: float = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -125,6 +127,7 @@ def flash_attn_varlen_func(
     score_mod: ScoreMod | None = ...,
     mask_mod: MaskMod | None = ...,
     dropout_p: float = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -159,6 +162,7 @@ def flash_attn_varlen_func(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     dropout_p: float = 0.0,
+    exact_lse: bool | None = None,
     backend: str | None = None,
 ) -> Result:
     """:func:`hopper_attention.flash_attn_func` of each of many sequences, which lie one after another in one tensor.
@@ -194,6 +198,7 @@ def flash_attn_varlen_func(
         score_mod, mask_mod: as there; indices count from 0 in each sequence, and b is its number.
         dropout_p: as there. A sequence has the mask that it would have in a batch of one length.
         return_attn_probs: also return the LSE.
+        exact_lse: for float8_e4m3fn, as there.
         backend: "hopper", "ampere", "torch", "reference", or None to have one chosen.
 
     Returns:
@@ -247,6 +252,7 @@ def flash_attn_varlen_func(
     sm_margin = checks.check_sm_margin(sm_margin)
     deterministic = checks.check_flag("deterministic", deterministic)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
+    exact_lse = checks.check_exact_lse(exact_lse, return_attn_probs)
     descales = (q_descale, k_descale, v_descale)
     options = (mask, scores, backend, sm_margin, deterministic)
     if qv is not None:
@@ -263,7 +269,7 @@ def flash_attn_varlen_func(
         if is_bare:
             varlen_again.remember((q, k, v), lengths, again, records_gradient=False)
     else:
-        results = _call_operator(q, k, v, lengths, softmax_scale, descales, options)
+        results = _call_operator(q, k, v, lengths, softmax_scale, descales, options, exact_lse)
         if is_bare and is_plain_16_bit_call(q, k, v) and q.is_cuda:
             varlen_again.remember((q, k, v), lengths, again, records_gradient=True)
     return results if return_attn_probs else results[0]
@@ -312,10 +318,12 @@ def _call_operator(
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: tuple[MaskSpec, Scores, str | None, int, bool],
+    exact_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """Through torch's dispatcher.
 
-    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic.
+    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic; ``exact_lse`` counts for
+    e4m3 tensors alone.
     """
     mask, scores, backend, sm_margin, deterministic = options
     flags = backend, sm_margin, deterministic
@@ -328,7 +336,7 @@ def _call_operator(
         check_packed_scores(scores, q, lengths)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_scores(q.dtype, scores)
-        options_8 = mask.causal, *flags[:2], *mask.sides, *scores.changes
+        options_8 = mask.causal, *flags[:2], exact_lse, *mask.sides, *scores.changes
         return autograd.forward_varlen_fp8(q, k, v, *descales, *lengths, scale, *options_8)
     if scores.captured:
         call = VarlenCall(scale, mask, scores, *flags, lengths)

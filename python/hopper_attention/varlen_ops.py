@@ -103,6 +103,7 @@ def forward_varlen_fp8(
     causal: bool,
     backend: str | None,
     sm_margin: int,
+    exact_lse: bool = False,
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,
@@ -112,7 +113,8 @@ def forward_varlen_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16 (total_q, h, dv), lse float32.
 
-    From ``softcap`` on the arguments are those of ``Scores``, with which 16 bits compute.
+    ``exact_lse`` is that of an ``Fp8AttentionProblem``. From ``softcap`` on the arguments are those of ``Scores``,
+    with which 16 bits compute.
     """
     window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
@@ -124,7 +126,8 @@ def forward_varlen_fp8(
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_packed_descales(q, k, values, descales, lengths, FP8_OUT_DTYPE)
-        return attend_packed(parts, softmax_scale, causal, backend, False, sm_margin=sm_margin, window=window)
+        options = softmax_scale, causal, backend, False, True, sm_margin, window, exact_lse
+        return attend_packed(parts, *options)
 
     return attend_in_parts(v, attend_to) if needs_parts(v.shape[2]) else attend_to(v)
 
@@ -147,6 +150,7 @@ def _(
     causal: bool,
     backend: str | None,
     sm_margin: int,
+    exact_lse: bool = False,
     window_left: int = -1,
     window_right: int = -1,
     attention_chunk: int = 0,

@@ -35,6 +35,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -60,6 +61,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -85,6 +87,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -109,6 +112,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    exact_lse: bool | None = None,
     backend: str | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` on one tensor that holds Q, K and V; nothing is copied to take them apart.
@@ -145,6 +149,7 @@ def flash_attn_varlen_qkvpacked_func(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
+        exact_lse=exact_lse,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,
@@ -176,6 +181,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 
@@ -203,6 +209,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -230,6 +237,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
+    exact_lse: bool | None = ...,
     backend: str | None = ...,
 ) -> Result: ...
 
@@ -256,6 +264,7 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    exact_lse: bool | None = None,
     backend: str | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` with K and V in one tensor; nothing is copied to take them apart.
@@ -290,6 +299,7 @@ def flash_attn_varlen_kvpacked_func(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
+        exact_lse=exact_lse,
         softcap=softcap,
         deterministic=deterministic,
         sm_margin=sm_margin,

@@ -71,6 +71,7 @@ def explain_varlen(
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
     dropout_p: float = 0.0,
+    exact_lse: bool | None = None,
     backend: str | None = None,
     device_capability: tuple[int, int] | None = None,
 ) -> Plan:
@@ -100,7 +101,7 @@ def explain_varlen(
     checks.check_backend(backend)
     sm_margin = checks.check_sm_margin(sm_margin)
     deterministic = checks.check_flag("deterministic", deterministic)
-    checks.check_flag("return_attn_probs", return_attn_probs)
+    exact_lse = checks.check_exact_lse(exact_lse, checks.check_flag("return_attn_probs", return_attn_probs))
     given = {"q": q, "k": k, "v": v} | ({} if qv is None else {"qv": qv})
     checks.check_are_tensors(**given)
     tensors, casts = cast_by_autocast(given)
@@ -122,7 +123,7 @@ def explain_varlen(
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
     problem = replace(problem, has_qv=qv is not None)
     if is_fp8 and not in_16_bits:
-        choice, config = _plan_fp8(problem, target, backend)
+        choice, config = _plan_fp8(problem, exact_lse, target, backend)
     else:
         has_work = not is_empty(q, k, lengths)
         choice = choose_in_16_bits(problem, in_16_bits, target, backend, has_work)
@@ -132,7 +133,7 @@ def explain_varlen(
         check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_m)
     notes = (
         ((choice.advice,) if choice.advice else ()) + describe_window(mask) + describe_scores(scores) + notes
-    )
+    ) + fp8_rules.describe_lse(config)
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, qv, sinks) if x is not None)
     if learned and problem.has_qv:
         notes += (NO_GRADIENT_WITH_QV,)
@@ -149,7 +150,7 @@ def explain_varlen(
 
 
 def _plan_fp8(
-    problem: AttentionProblem, target: Target, backend: str | None
+    problem: AttentionProblem, exact_lse: bool, target: Target, backend: str | None
 ) -> tuple[Choice, forward_rules.Config]:
     """Backend and config of e4m3 tensors with descales, whose V has rows."""
     p = problem
@@ -163,7 +164,8 @@ def _plan_fp8(
         has_chunk=p.has_chunk,
         is_packed=True,
         v_rows=True,
-        transposes=True,
+        transposes=not exact_lse,
+        exact_lse=exact_lse,
     )
     choice = fp8_rules.choose_for(kind, target, backend)
     return choice, packed_config_of(kind, choice, target)

@@ -251,7 +251,8 @@ def test_codes_up_to_448(draw, head_dim: int, causal: bool, seqlen: int) -> None
     assert find_differences(parts, causal) == []
     names = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     for returns_lse in (False, True):
-        found = flash_attn_func(*data, causal=causal, **names, return_attn_probs=returns_lse)
+        options = {"return_attn_probs": returns_lse, "exact_lse": False}
+        found = flash_attn_func(*data, causal=causal, **names, **options)
         like = attend(parts, head_dim**-0.5, causal, "hopper", False, returns_lse)
         assert all(map(torch.equal, found, like)) if returns_lse else torch.equal(found, like[0])
 
@@ -311,13 +312,14 @@ def test_the_kernel_transposes_v_in_rows(draw, head_dim: int) -> None:
                 assert rms(each.double() - oracle) <= allowed_error(emulated, oracle, each, lagging)
 
 
+@pytest.mark.parametrize("exact_lse", [False, True])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_bad_values_reach_only_what_sees_them(draw, bad: float) -> None:
+def test_bad_values_reach_only_what_sees_them(draw, bad: float, exact_lse: bool) -> None:
     x = draw(torch.float16, 1, (512, 512), (2, 2), 128)
     clean = flash_attn_fp8_func(x.q, x.k, x.v, causal=True)
     x.k[0, 500, 0, 3] = bad
     x.q[0, 7, 1, 5] = bad
-    out, lse = flash_attn_fp8_func(x.q, x.k, x.v, None, True, True)
+    out, lse = flash_attn_fp8_func(x.q, x.k, x.v, None, True, True, exact_lse=exact_lse)
     assert bool(out[0, 500:, 0].isnan().all()) and bool(out[0, 7, 1].isnan().all())
     same = torch.ones(512, 2, dtype=torch.bool, device=out.device)
     same[500:, 0] = same[7, 1] = False

@@ -133,7 +133,8 @@ def test_scores_that_rise_and_fall(draw, head_dim: int) -> None:
 def test_long_sequences(draw, head_dim: int) -> None:
     x = draw(torch.bfloat16, 1, (9001, 9001), (2, 1), head_dim)
     for window in ((128, 0), (1000, 0), (4096, 0), (333, 444)):
-        out, lse = flash_attn_fp8_func(x.q, x.k, x.v, window_size=window, return_attn_probs=True)
+        options = {"window_size": window, "return_attn_probs": True, "exact_lse": False}
+        out, lse = flash_attn_fp8_func(x.q, x.k, x.v, **options)
         sides = {"window_left": window[0], "window_right": window[1]}
         oracle, oracle_lse = attention_naive(x.q, x.k, x.v, **sides)
         assert rms(out.double() - oracle) < 0.08 * rms(oracle)

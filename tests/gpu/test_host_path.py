@@ -360,10 +360,10 @@ def test_numbers_of_keys_that_are_new_are_attended_to_as_by_a_first_call(draw, c
     for each in parts:
         for kept in (parts_again.remembered, parts_again.of_any_length):
             kept.cache_clear()
-        wanted.append(flash_attn_quantized_func(each, None, causal, True))
+        wanted.append(flash_attn_quantized_func(each, None, causal, True, exact_lse=False))
     for _ in range(3):
         for each, (out, lse) in zip(parts, wanted, strict=True):
-            found, found_lse = flash_attn_quantized_func(each, None, causal, True)
+            found, found_lse = flash_attn_quantized_func(each, None, causal, True, exact_lse=False)
             assert torch.equal(found, out) and torch.equal(found_lse, lse)
 
 

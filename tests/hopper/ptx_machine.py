@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from tests.hopper.floats import to_e4m3
+from tests.hopper.floats import halves_of_e4m3, to_e4m3
 
 LANES = 32
 GARBAGE = 0xCB
@@ -418,6 +418,8 @@ def select(cta: Cta, step: Instruction) -> np.ndarray:
 
 
 def convert(cta: Cta, step: Instruction) -> np.ndarray:
+    if step.parts[-1] == "e4m3x2":
+        return halves_of_e4m3(np.ascontiguousarray(cta._value(step.operands[1], np.uint16)))
     if "e4m3x2" in step.parts:
         high, low = (to_e4m3(cta._value(x, np.float32)) for x in step.operands[1:])
         return low | high << np.uint16(8)

@@ -73,11 +73,12 @@ def quantize_on_numpy(
     arguments = Arguments()
     for tensor in (q, k, v):
         arguments.tensor(tensor, (0, 1, 2))
-    shapes = (q.shape, (0, 1, 2)), (k.shape, (0, 1, 2))
-    transposed = (batch, kv_heads, head_dim_v, padded_keys(seqlen_k)), (0, 1, 3)
+    codes = torch.int16 if config.wide_codes else torch.uint8
+    shapes = (q.shape, (0, 1, 2), codes), (k.shape, (0, 1, 2), codes)
+    transposed = (batch, kv_heads, head_dim_v, padded_keys(seqlen_k)), (0, 1, 3), torch.uint8
     data = [
-        arguments.tensor(torch.full(shape, POISON, dtype=torch.uint8), dynamic)
-        for shape, dynamic in (*shapes, transposed)
+        arguments.tensor(torch.full(shape, POISON, dtype=torch.uint8).to(dtype), dynamic)
+        for shape, dynamic, dtype in (*shapes, transposed)
     ]
     blocks_q, blocks_k = -(-seqlen_q // config.block_q), -(-seqlen_k // config.block_k)
     scales = [

@@ -199,9 +199,9 @@ def test_tensors_with_a_descale_for_each_sequence() -> None:
 
 
 COMPILED = [
-    select_fp8_forward_config(head_dim, head_dim, True, "bfloat16", 0, layout="varlen", exact_lse=exact_lse)
+    select_fp8_forward_config(head_dim, head_dim, True, "bfloat16", 0, layout="varlen", **options)
     for head_dim in (128, 256)
-    for exact_lse in (False, True)
+    for options in ({}, {"exact_lse": True}, {"exact_lse": True, "window": True, "chunk": True})
 ]
 """Whose warp that finds tiles has least registers for it."""
 

@@ -50,8 +50,9 @@ ROWS_OF_Q = (
     replace(ODD, block_q=1),
     replace(D256, block_q=1),
 )
-CONFIGS = (*BLOCKS_OF_Q, *ROWS_OF_Q)
-RUN = (D64, D128, ALL_OPTIONS, PLAIN, ODD, D256, ROWS_OF_Q[0], replace(PLAIN, block_q=1))
+WIDE = (replace(ROWS_OF_Q[1], wide_codes=True, smooth_v=True), replace(PLAIN, wide_codes=True))
+CONFIGS = (*BLOCKS_OF_Q, *ROWS_OF_Q, *WIDE)
+RUN = (D64, D128, ALL_OPTIONS, PLAIN, ODD, D256, ROWS_OF_Q[0], replace(PLAIN, block_q=1), *WIDE)
 """Where Q has a scale for each row, what is done to K and V is what is done to them elsewhere."""
 
 
@@ -85,7 +86,8 @@ def find_differences(
     twins = quantize_by_torch(q, k, v, c, means)
     wrong = []
     for name, ours, scale, twin in zip("qkv", data, scales, twins, strict=True):
-        differing = (ours != twin.data.view(torch.uint8).numpy().reshape(-1)).sum()
+        codes = twin.data.to(torch.float16) if config.wide_codes and name != "v" else twin.data
+        differing = (ours != codes.view(torch.uint8).numpy().reshape(-1)).sum()
         if differing:
             wrong.append(f"{differing} of {ours.size} bytes of {name}")
         if not np.array_equal(scale, twin.scale.view(torch.int32).numpy().reshape(-1)):
@@ -189,8 +191,9 @@ def test_memory_is_touched_in_vectors_and_nothing_is_contracted(config: Quantize
     scales, rows, columns = (stores.count(kind) for kind in ("b32", "v2.b32", "v4.b32"))
     of_q = config.q.passes if config.scales_rows else config.q.blocks
     assert scales == of_q + 2 and scales + rows + columns == len(stores)
-    assert rows == sum(tiling.passes * tiling.chunks for tiling in (config.q, config.k))
-    assert columns == 4 * math.ceil(config.vt.stores / config.threads)
+    of_rows = sum(tiling.passes * tiling.chunks for tiling in (config.q, config.k))
+    assert rows == (0 if config.wide_codes else of_rows)
+    assert columns == 4 * math.ceil(config.vt.stores / config.threads) + (of_rows if config.wide_codes else 0)
     # A product that is added to something could become an FMA, which rounds once: none is.
     products = set(re.findall(r"mul(?:\.rn)?\.f32\s+(%\w+),", ptx))
     added = {x for pair in re.findall(r"(?:add|sub)\.f32\s+%\w+, (%\w+), (%\w+);", ptx) for x in pair}
@@ -219,6 +222,7 @@ def test_shipped_configs_are_what_default_options_ask_for() -> None:
         ({"block_q": 2}, "block_q is 2, allowed: 1 or multiples of 32 from 32 to 256"),
         ({"block_k": 1}, "block_k is 1, allowed: multiples of 32 from 32 to 256"),
         ({"block_k": 48}, "block_k is 48, allowed: multiples of 32 from 32 to 256"),
+        ({"layout": "varlen", "wide_codes": True}, "wide_codes is True, allowed for packed sequences: False"),
         (
             {"head_dim": 256, "block_q": 256},
             "blocks of 256 x 256 .* are more than the registers of a CTA hold",
@@ -258,6 +262,7 @@ def test_names_tell_configs_apart() -> None:
         {"block_q": 1},
         {"block_q": 64},
         {"block_k": 224},
+        {"wide_codes": True},
         {"rotate": False},
         {"rotate_v": True},
         {"smooth_k": True},

@@ -293,13 +293,13 @@ def test_drop_in_module_has_the_fields_names_and_order() -> None:
         *("q", "k", "v", "softmax_scale", "causal", "qv", "q_descale", "k_descale", "v_descale"),
         *("window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa", "deterministic"),
         *("sm_margin", "return_attn_probs", "alibi_slopes", "sinks", "score_mod", "mask_mod", "block_mask"),
-        *("dropout_p", "two_level_accumulation", "backend"),
+        *("dropout_p", "two_level_accumulation", "exact_lse", "backend"),
     ]
     packed = list(inspect.signature(flash_attn_qkvpacked_func).parameters)
     assert packed == [
         *("qkv", "softmax_scale", "causal", "q_descale", "k_descale", "v_descale", "window_size"),
         *("attention_chunk", "softcap", "deterministic", "num_heads_q", "sm_margin", "return_attn_probs"),
-        *("alibi_slopes", "sinks", "dropout_p", "two_level_accumulation", "backend"),
+        *("alibi_slopes", "sinks", "dropout_p", "two_level_accumulation", "exact_lse", "backend"),
     ]
 
 

@@ -556,7 +556,7 @@ def test_parts_that_want_more_than_a_kernel_are_not_taken_for_others(seen: Seen)
     plain = [quantize_qkv(*qkv(), quantization=Fp8Quantization(smooth_v=False)) for _ in range(3)]
     for parts in plain:
         flash_attn_quantized_func(parts)
-    options = False, False, False, False, None
+    options = False, False, False, None, None
     assert parts_again.find(plain[0], options) is not None
     rotated = quantize_qkv(*qkv(), quantization=Fp8Quantization(rotate_v=True, smooth_v=False))
     assert rotated.q.data.shape == plain[0].q.data.shape and parts_again.find(rotated, options) is None

@@ -180,12 +180,12 @@ def test_the_operators_say_the_shapes_that_they_give() -> None:
     sides = -1, -1, 0
     of_two = tuple(draw_scores("all", 2, 4).values())
     for wants_lse in (True, False):
-        options = 0.2, True, None, False, 0, wants_lse, *sides
+        options = 0.2, True, None, False, 0, wants_lse, False, *sides
         torch.library.opcheck(OPS.forward_fp8.default, (*qkv(), *factors, *options, *of_two), **checked)
     q, k, v = (x.to(E4M3) for x in CASE.tensors(torch.float32, poisoned=False))
     cu_q, cu_k, max_q, max_k, used_q, used_k = CASE.lengths
     lengths = cu_q, cu_k, used_q, used_k, max_q, max_k
-    arguments = (q, k, v, *descales(5).values(), *lengths, 0.2, True, None, 0, *sides, *scores)
+    arguments = (q, k, v, *descales(5).values(), *lengths, 0.2, True, None, 0, False, *sides, *scores)
     torch.library.opcheck(OPS.forward_varlen_fp8.default, arguments, **checked)
 
 

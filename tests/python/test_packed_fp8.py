@@ -203,7 +203,7 @@ def test_what_the_kernel_is_given(recorder: Recorder) -> None:
         parts = quantize_qkv(
             *case.tensors(torch.float16), quantization=Fp8Quantization(block_k=128), **lengths_of(case)
         )
-        out, lse = flash_attn_quantized_func(parts, 0.3, True, True)
+        out, lse = flash_attn_quantized_func(parts, 0.3, True, True, exact_lse=False)
         assert out.shape[0] == lse.shape[1] == parts.q.shape[0]
     (config,) = recorder.configs
     assert config.layout == "varlen" and config.tile_n == 128 and not config.window

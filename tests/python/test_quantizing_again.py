@@ -87,7 +87,7 @@ def test_keys_that_are_new_in_number_are_quantized_by_an_earlier_call(
 def test_parts_with_keys_that_are_new_in_number_are_attended_to_by_an_earlier_call(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    q, options = draw(2, 3, 2, 64), (False, False, False, False, None)
+    q, options = draw(2, 3, 2, 64), (False, False, False, None, None)
 
     def parts_of(rows: int) -> QuantizedQKV:
         return quantize_qkv(q, keys_of(rows), keys_of(rows)).opened()
@@ -132,7 +132,7 @@ def test_parts_with_keys_that_are_new_in_number_are_attended_to_by_an_earlier_ca
 
 def test_parts_of_one_head_with_odd_strides_are_not_like_others(seen: Seen) -> None:
     # Strides of dimensions of size 1, which make no tensor less contiguous.
-    q, options = draw(1, 3, 1, 64), (False, False, False, False, None)
+    q, options = draw(1, 3, 1, 64), (False, False, False, None, None)
     for rows in (33, 34):
         flash_attn_quantized_func(quantize_qkv(q, *[keys_of(rows, 1, 1)] * 2).opened())
     parts = quantize_qkv(q, *[keys_of(35, 1, 1)] * 2).opened()

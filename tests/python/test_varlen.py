@@ -206,7 +206,7 @@ def test_names_and_order_are_those_of_flash_attention_3() -> None:
     )
     defaults = (None, None, None, False, None, None, None, None, (-1, -1), 0, 0.0, 1, None, False, 0, False)
     parameters = inspect.signature(flash_attn_varlen_func).parameters
-    own = ("alibi_slopes", "sinks", "score_mod", "mask_mod", "dropout_p", "backend")
+    own = ("alibi_slopes", "sinks", "score_mod", "mask_mod", "dropout_p", "exact_lse", "backend")
     assert tuple(parameters) == (*names, *own) and len(names) == 23
     assert parameters["backend"].kind is inspect.Parameter.KEYWORD_ONLY
     assert tuple(parameters[name].default for name in names[7:]) == defaults

@@ -87,17 +87,22 @@ def test_it_raises_what_the_call_would(changed: dict[str, Any], error: type[Exce
 def test_packed_e4m3_tensors_have_scores_in_float32_with_and_without_the_lse(
     columns: int, causal: bool
 ) -> None:
-    """As the operator, which does not know whether the lse is wanted, takes them to have."""
+    """As the operator, which does not know whether the lse is wanted, takes them to have; an exact one is another's."""
     q = torch.empty(64, 4, columns, dtype=torch.float8_e4m3fn, device="meta")
     cu = torch.empty(3, dtype=torch.int32, device="meta")
     configs = [
         explain_varlen(
-            q, q, q, cu, cu, 4096, 4096, causal=causal, return_attn_probs=wanted, device_capability=(9, 0)
+            *(q, q, q, cu, cu, 4096, 4096),
+            causal=causal,
+            return_attn_probs=wanted,
+            exact_lse=exact_lse,
+            device_capability=(9, 0),
         ).config
-        for wanted in (False, True)
+        for wanted, exact_lse in ((False, None), (True, False), (True, None), (False, True))
     ]
-    assert configs[0] == configs[1] and isinstance(configs[0], Fp8ForwardConfig)
-    assert configs[0].softmax is not Softmax.HALF_SCORES
+    assert all(isinstance(config, Fp8ForwardConfig) for config in configs)
+    assert configs[0] == configs[1] and configs[0].softmax is not Softmax.HALF_SCORES
+    assert configs[2] == configs[3] and configs[2].wide_codes and not configs[0].wide_codes
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (3, 2), (3, 0)], ids=str)

@@ -247,7 +247,9 @@ def select_fp8_forward_config(
     ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v),
     ``two_level`` that P V is to be added to O in float32, and ``half_scores`` that scores fit float16
     (``scores_fit_half``). ``seqlen_k`` are the keys that a query sees at most, which packed sequences do not tell.
-    ``exact_lse`` asks for an LSE to merge partial results by, from V that comes transposed. ``without_lse`` says that
+    ``exact_lse`` asks for an LSE to merge partial results by, from V that comes transposed; of packed sequences with a
+    window at head_dim 256 the config is then one without a causal mask, and the window's right side is to be 0:
+    it hides the same keys, and a thread has the registers. ``without_lse`` says that
     nobody gets the LSE: then scores that may not fit float16 lie in it too, since the kernel lowers queries, and so do
     more of those that fit (``FP8_RETURNED_LSE_TILINGS``). Their LSE would be three times as coarse as that of scores in
     float32.
@@ -264,6 +266,7 @@ def select_fp8_forward_config(
         )
     if exact_lse:
         tilings = FP8_EXACT_LSE_TILINGS[min(fits)]
+        causal = causal and not (window and layout == VARLEN and min(fits) == MAX_HEAD_DIM)
     else:
         rows_of_any = v_rows and (window or layout == VARLEN)
         without_lse = without_lse and not rows_of_any

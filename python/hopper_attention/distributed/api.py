@@ -352,7 +352,7 @@ def _run_by(
         options = Fp8Options(o.quantization, problem.right == 0)
         return heads.attend_in_fp8((q, k, v), sinks, call, options, o.return_lse)
     if o.quantization is not None:
-        out, lse = ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization)
+        out, lse = ring_forward_fp8(ring, problem, call, (q, k, v), sinks, o.quantization, o.return_lse)
     elif method == ULYSSES:
         return _ulysses((q, k, v), sinks, request, o)
     else:

@@ -152,7 +152,8 @@ class Heads:
         options: Fp8Options,
         wants_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """out and lse of the local rows, of 16-bit tensors that become e4m3 where they are attended to. No gradient."""
+        """out and lse of the local rows, of 16-bit tensors that become e4m3 where they are attended to. No gradient. An
+        lse that sinks alone ask for is that of the fast kernel."""
         exchange, given = self.exchange, self._as_many_keys(*tensors)
         if isinstance(exchange, PushedExchange):
             q, k, v = exchange.lend_heads(given, self.layout).tensors
@@ -160,6 +161,7 @@ class Heads:
             q, k, v = exchange.to_heads(given, self.layout)
         has_lse, own_sinks = wants_lse or sinks is not None, self.of_sinks(sinks)
         quantized: dict[str, Any] = {"quantization": options.quantization, "backend": call.backend}
+        quantized["exact_lse"] = wants_lse
         found = flash_attn_fp8_func(q, k, v, call.softmax_scale, options.causal, has_lse, **quantized)
         if isinstance(found, Tensor):
             return _with_lse(exchange.to_rows([found], self.layout))

@@ -171,12 +171,15 @@ def ring_forward_fp8(
     tensors: tuple[Tensor, Tensor, Tensor],
     sinks: Tensor | None,
     quantization: Fp8Quantization,
+    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """out of q's dtype and lse, of the local rows; their keys come by as e4m3, some heads after the other."""
+    """out of q's dtype and lse, of the local rows; their keys come by as e4m3, some heads after the other. With
+    ``exact_lse`` that of each step is, and so is their sum."""
     # A scale of a whole tensor is one of all heads.
     is_whole = quantization.granularity == "tensor"
     parts = 1 if is_whole else fp8_parts(problem, RowBytes.of(*tensors), call.is_least)
-    return scheduled_fp8(ranks, problem, call, tensors, sinks, quantization, parts=parts)
+    given = ranks, problem, call, tensors, sinks, quantization
+    return scheduled_fp8(*given, parts=parts, exact_lse=exact_lse)
 
 
 def scheduled_fp8(
@@ -188,6 +191,7 @@ def scheduled_fp8(
     quantization: Fp8Quantization,
     *,
     parts: int,
+    exact_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``ring_forward_fp8`` in so many parts of the heads, the same on all ranks."""
     q, k, v = tensors
@@ -198,7 +202,8 @@ def scheduled_fp8(
     def attend_to_all(part: Part) -> Merged:
         heads = part.of_rows(q), *part.of_keys((k, v))
         chunks = quantize_chunks(heads, count, quantization, call.backend)
-        whole = _attend_along(ranks, problem, call, chunks, Results(heads[0], v.shape[3], sums))
+        results = Results(heads[0], v.shape[3], sums)
+        whole = _attend_along(ranks, problem, call, chunks, results, exact_lse)
         if sinks is not None:
             whole.add_sinks(sinks[part.heads])
         return whole
@@ -207,7 +212,7 @@ def scheduled_fp8(
 
 
 def _attend_along(
-    ranks: Ranks, problem: Problem, call: Call, chunks: list[Chunk], results: Results
+    ranks: Ranks, problem: Problem, call: Call, chunks: list[Chunk], results: Results, exact_lse: bool
 ) -> Merged:
     """The attention of this rank's pieces to the keys of all."""
     rows = chunks[0].q.shape[1]
@@ -216,7 +221,7 @@ def _attend_along(
         # Nothing of this is kept beyond the call.
         options = call.softmax_scale, piece.is_causal, True
         parts = with_keys(chunks[i], keys, piece)
-        out, lse = flash_attn_quantized_func(parts, *options, backend=call.backend)
+        out, lse = flash_attn_quantized_func(parts, *options, exact_lse=exact_lse, backend=call.backend)
         results.put(Span(i * rows + piece.rows.start, i * rows + piece.rows.stop), out, lse)
 
     for visible, keys in _along(ranks, problem, chunks):

@@ -80,12 +80,14 @@ class PackedDequantizedLaunch:
 
 @dataclass(frozen=True)
 class PackedFp8Launcher(Launcher):
-    """The FP8 kernel of ``config`` on a persistent grid of ``num_ctas``."""
+    """The FP8 kernel of ``config`` on a persistent grid of ``num_ctas``. ``causal`` is that of the mask; where the
+    config has none, a side of the window stands for it."""
 
     config: Fp8ForwardConfig
     kernel: Kernel
     planner: Planner
     num_ctas: int
+    causal: bool
 
     def __call__(
         self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: Sides
@@ -114,12 +116,20 @@ class PackedFp8Launcher(Launcher):
             parts.q.block,
             parts.k.block,
             softmax_scale,
-            *(kernel_sides(*window) if self.config.window else NO_SIDES),
+            *self._sides(window),
             plan,
             batch + 1,
             self.num_ctas,
         )
-        return (out if adds else restore(out, parts, self.config.causal, window)), lse
+        return (out if adds else restore(out, parts, self.causal, window)), lse
+
+    def _sides(self, window: Sides) -> tuple[int | None, ...]:
+        """Those of the window as the kernel takes them."""
+        if not self.config.window:
+            return NO_SIDES
+        left, right, chunk = window
+        is_side = self.causal and not self.config.causal
+        return kernel_sides(left, 0 if is_side else right, chunk)
 
     def _codes(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Q and K as the kernel takes them."""
@@ -235,7 +245,8 @@ def find_packed_fp8(
         return PackedDequantizedLaunch(problem.causal, choice.backend, sm_margin)
     config, index = find_config(problem), index_of(device)
     kernel = compile_cache.get_forward(config)
-    return PackedFp8Launcher(index, config, kernel, find_planner(config), count_ctas(index, sm_margin))
+    num_ctas = count_ctas(index, sm_margin)
+    return PackedFp8Launcher(index, config, kernel, find_planner(config), num_ctas, problem.causal)
 
 
 def attend_packed(

@@ -124,9 +124,14 @@ def known_target(device: torch.device) -> Target:
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def select_quantize_config(
-    dtype: torch.dtype, head_dim: int, head_dim_v: int, seqlen_k: int, quantization: Fp8Quantization
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    seqlen_k: int,
+    quantization: Fp8Quantization,
+    wide_codes: bool = False,
 ) -> QuantizeConfig:
-    """The config of the fused quantizer.
+    """The config of the fused quantizer; ``wide_codes`` is that of a ``QuantizeConfig``.
 
     Raises:
         ValueError: there is none.
@@ -141,14 +146,15 @@ def select_quantize_config(
         rotate_v=quantization.rotate_v,
         smooth_k=quantization.smooth_k,
         smooth_v=quantization.smooth_v,
+        wide_codes=wide_codes,
     )
     validate_quantize_config(config)
     return config
 
 
 class Outputs(NamedTuple):
-    """What the kernel fills, contiguous: e4m3 q8 (b, sq, h, d), k8 (b, sk, hk, d) and vt8 (b, hk, dv, keys), float32
-    scales (b, heads, blocks), of Q (b, h, sq) where each row has one."""
+    """What the kernel fills, contiguous: q8 (b, sq, h, d) and k8 (b, sk, hk, d) of the config's ``code_dtype``, e4m3
+    vt8 (b, hk, dv, keys), float32 scales (b, heads, blocks), of Q (b, h, sq) where each row has one."""
 
     q8: Tensor
     k8: Tensor
@@ -178,14 +184,16 @@ def output_pieces(
     q_shape: tuple[int, ...],
     k_shape: tuple[int, ...],
     v_shape: tuple[int, ...],
+    codes: torch.dtype = E4M3,
 ) -> Pieces:
-    """What ``Outputs`` are, in their order, where so many rows of Q and of K share a scale."""
+    """What ``Outputs`` are, in their order, where so many rows of Q and of K share a scale; ``codes`` are stored of Q
+    and K."""
     batch, seqlen_k, kv_heads, head_dim_v = v_shape
     _, seqlen_q, heads, _ = q_shape
     scales_k = Piece((batch, kv_heads, -(-seqlen_k // block_k)))
     return (
-        Piece(q_shape, E4M3),
-        Piece(k_shape, E4M3),
+        Piece(q_shape, codes),
+        Piece(k_shape, codes),
         Piece((batch, kv_heads, head_dim_v, padded_keys(seqlen_k)), E4M3),
         Piece((batch, heads, -(-seqlen_q // block_q))),
         scales_k,
@@ -195,7 +203,8 @@ def output_pieces(
 
 def empty_outputs(config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
     """New tensors for the kernel to fill, on the current GPU."""
-    pieces = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape)
+    codes = getattr(torch, config.code_dtype)
+    pieces = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape, codes)
     make = device_memory.empty_on_gpu
     return Outputs(*[make(*new_layout(piece.shape), piece.dtype) for piece in pieces])
 
@@ -276,10 +285,11 @@ def find_launch(
     seqlen_k: int,
     quantization: Fp8Quantization,
     device: torch.device,
+    wide_codes: bool = False,
 ) -> QuantizeLauncher:
     """``find`` by what a call tells."""
-    longest_k = longest_alike(seqlen_k)
-    return find(select_quantize_config(dtype, head_dim, head_dim_v, longest_k, quantization), device)
+    options = longest_alike(seqlen_k), quantization, wide_codes
+    return find(select_quantize_config(dtype, head_dim, head_dim_v, *options), device)
 
 
 def quantize_fused(
