@@ -20,7 +20,7 @@ from hopper_attention.distributed.gradients import (
     EVERYTHING,
     KeyGradients,
     differentiate_keys,
-    parts_of_work,
+    halves_of_work,
     row_gradients,
 )
 from hopper_attention.distributed.layout import shard, unshard
@@ -84,9 +84,10 @@ def backward(p: Problem, call: Call, parts: Parts, found: list[Merged]) -> list[
     for rank, (q, own_k, own_v, dout) in enumerate(parts):
         saved = Saved(q, found[rank].out.to(q.dtype), found[rank].lse, dout, None)
         met = {other: groups_between(p, rank, other) for other in range(WORLD)}
-        own, halves = (own_k, own_v), parts_of_work(q, own_k, 2)
-        groups = [group for other in met for group in met[other] * (len(halves) if other == rank else 1)]
-        rows = row_gradients(saved, own, groups, call)
+        own, halves = (own_k, own_v), halves_of_work(q, own_k)
+        parts_of = {other: halves if other == rank else [EVERYTHING] for other in met}
+        adds = [(group, part) for other in met for part in parts_of[other] for group in met[other]]
+        rows = row_gradients(saved, own, adds, call)
         for part in halves:
             into, held = part.of_keys(keys[rank].own), Span(0, own_k.shape[1])
             differentiate_keys(rows, met[rank], part, part.of_keys(own), held, into)

@@ -41,6 +41,7 @@ from hopper_attention.distributed.schedule import (
     forward_schedule,
     fp8_bytes,
     fp8_parts,
+    share_own,
 )
 from hopper_attention.launch import backward
 from hopper_attention.launch.gradient_sums import GradientSums
@@ -231,6 +232,33 @@ def test_heads_go_in_parts_where_memory_asks_for_it(
     sizes = RowBytes.of(*(torch.empty(x, device="meta") for x in shape))
     assert (forward_schedule(problem, sizes), backward_schedule(problem, sizes)) == (forward, backward)
     assert fp8_parts(problem, sizes) == fp8
+
+
+def test_all_of_a_shard_is_shared_out_and_alike_on_ranks_of_more_calls() -> None:
+    for units, calls, pieces, first, last in product(range(1, 33), (1, 2, 3), (1, 2), *[(False, True)] * 2):
+        shares = share_own(units, calls, pieces, first, last)
+        assert sum(shares.all) == units and 0 not in shares.all
+        assert len(shares.beside) <= calls and len(shares.early) <= 1 and len(shares.late) <= pieces
+        # Something hides the first keys and the last gradients, where there are two units.
+        assert bool(shares.early) == first and (shares.late or not last or units < 2 or not calls)
+        assert len(shares.late) == len(share_own(units, 1, pieces, first, last).late)
+
+
+@pytest.mark.parametrize("heads", [(16, 16), (32, 8)])
+@pytest.mark.parametrize("seqlen", [1 << 15, 1 << 17])
+def test_two_ranks_hold_what_is_reckoned_with_by_any_schedule(
+    bare_ring: None, seqlen: int, heads: tuple[int, int]
+) -> None:
+    problem = problem_of(2, seqlen)
+    for parts, rank in product((1, 2, 4, 8), (0, 1)):
+        q, k, v, out, dout = tensors_of(2, seqlen, heads)
+        lse, sizes = torch.empty(1, heads[0], q.shape[1], device="meta"), RowBytes.of(q, k, v)
+        ranks, saved = Ranks(None, rank, 2), Saved(q, out, lse, dout, None)  # type: ignore[arg-type]  # no message is sent
+        with LiveBytes() as memory:
+            memory.forget(q, k, v, out, dout, lse)
+            ring_backward.scheduled_backward(ranks, problem, CALL, saved, (k, v), schedule=Schedule(parts))
+        held = memory.peak - sizes.out - sizes.shard
+        assert held <= backward_bytes(problem, sizes, parts) + sizes.out // 16, (parts, rank)
 
 
 def quantized(tensors: tuple[Tensor, ...], count: int, *options: Any) -> list[QuantizedQKV]:

@@ -111,7 +111,8 @@ def gather_backward(ranks: Ranks, problem: Problem, call: Call, saved: Saved, ow
     finish: list[tuple[slice, Callable[[], Pair]]] = []
     for part, pair in _gathered(ranks, own, problem.layout):
         heads = _heads_of_q(saved.q, kv_heads, part)
-        rows = row_gradients(saved.of_part(slice(None), heads), pair, groups, call)
+        adds = [(group, EVERYTHING) for group in groups]
+        rows = row_gradients(saved.of_part(slice(None), heads), pair, adds, call)
         into = pair if rows.may_replace_keys else (torch.empty_like(pair[0]), torch.empty_like(pair[1]))
         differentiate_keys(rows, groups, EVERYTHING, pair, Span(0, problem.seqlen_k), into)
         dq[:, :, heads] = rows.finish()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -56,16 +56,27 @@ def sums_for(x: Tensor) -> Tensor:
 EVERYTHING = Part(slice(None), slice(None), slice(None))
 
 
-def parts_of_work(q: Tensor, k: Tensor, count: int) -> list[Part]:
-    """All of it in ``count`` parts, 1 or 2, where there are two entries or key/value heads; entries of the batch first,
-    of which each lies in one piece."""
-    batch, kv_heads = k.shape[0], k.shape[2]
-    each = q.shape[2] // kv_heads
-    if count == 1 or batch == kv_heads == 1:
+def units_of_work(k: Tensor) -> int:
+    """What work is shared out by: entries of the batch, of which each lies in one piece, or of one its key/value
+    heads."""
+    return k.shape[0] if k.shape[0] > 1 else k.shape[2]
+
+
+def parts_of_work(q: Tensor, k: Tensor, shares: Sequence[int]) -> list[Part]:
+    """One for each share, which is of so many units; all of them are shared out."""
+    if len(shares) == 1:
         return [EVERYTHING]
-    if batch > 1:
-        return [EVERYTHING._replace(batch=x) for x in _halves(batch)]
-    return [Part(slice(None), x, slice(x.start * each, x.stop * each)) for x in _halves(kv_heads)]
+    each = q.shape[2] // k.shape[2]
+    units = [slice(stop - n, stop) for n, stop in zip(shares, accumulate(shares), strict=True)]
+    if k.shape[0] > 1:
+        return [EVERYTHING._replace(batch=x) for x in units]
+    return [Part(slice(None), x, slice(x.start * each, x.stop * each)) for x in units]
+
+
+def halves_of_work(q: Tensor, k: Tensor) -> list[Part]:
+    """All of it in two parts, or in one where there is one unit."""
+    units = units_of_work(k)
+    return parts_of_work(q, k, [n for n in (units - units // 2, units // 2) if n])
 
 
 def parts_of_heads(q: Tensor, k: Tensor, count: int) -> list[Part]:
@@ -83,9 +94,8 @@ def parts_of_heads(q: Tensor, k: Tensor, count: int) -> list[Part]:
     ]
 
 
-def _halves(size: int) -> tuple[slice, slice]:
-    """The larger one first."""
-    return slice(size // 2, size), slice(0, size // 2)
+Add = tuple[Group, Part]
+"""Keys, and what of the batch and the heads is done with them."""
 
 
 class RowGradients(ABC):
@@ -93,9 +103,16 @@ class RowGradients(ABC):
 
     Attributes:
         may_replace_keys: whether gradients of keys may be written to where the keys are.
+        may_overlap: whether two calls of ``add`` may run at the same time on two streams, both after ``begin``, and
+            ``close`` after both.
     """
 
     may_replace_keys: bool
+    may_overlap: bool
+
+    @abstractmethod
+    def begin(self, groups: Sequence[Group], part: Part) -> None:
+        """Before ``add`` for these, make what it adds to."""
 
     @abstractmethod
     def add(self, group: Group, part: Part, pair: Pair, into: Pair) -> None:
@@ -108,6 +125,10 @@ class RowGradients(ABC):
         """
 
     @abstractmethod
+    def close(self) -> None:
+        """Let go of what nothing more will be added to."""
+
+    @abstractmethod
     def finish(self) -> Tensor:
         """dQ in the dtype of Q."""
 
@@ -116,11 +137,18 @@ class AddedGradients(RowGradients):
     """By what serves each group alone."""
 
     may_replace_keys = True
+    may_overlap = False
 
     def __init__(self, saved: Saved, call: Call) -> None:
         self.saved = saved
         self.call = call
         self.sums = sums_for(saved.q)
+
+    def begin(self, groups: Sequence[Group], part: Part) -> None:
+        """There is one sum."""
+
+    def close(self) -> None:
+        """It is of all groups."""
 
     def add(self, group: Group, part: Part, pair: Pair, into: Pair) -> None:
         saved = self.saved.of_part(part.batch, part.heads)
@@ -135,63 +163,91 @@ class AddedGradients(RowGradients):
         return dq
 
 
+class Place(NamedTuple):
+    """What sums are of: rows, and the first entry of the batch and head. Those of all rows are of everything."""
+
+    rows: Span
+    entry: int
+    head: int
+
+    @classmethod
+    def of(cls, rows: Span, part: Part) -> Place:
+        return cls(rows, part.batch.start or 0, part.heads.start or 0)
+
+
 class KernelGradients(RowGradients):
     """By kernels that add to the same sums: one for all rows, and one for each span of some, which goes into the other
     or is rounded when the last of its groups is done."""
 
     def __init__(
-        self, saved: Saved, call: Call, launchers: dict[Group, BackwardLauncher], uses: Counter[Span]
+        self, saved: Saved, call: Call, launchers: dict[Group, BackwardLauncher], adds: Sequence[Add]
     ) -> None:
-        """``uses``: how often ``add`` will be called for the rows of a span."""
+        """``adds``: for what ``add`` will be called."""
         self.saved = saved
         self.scale = call.softmax_scale
         self.launchers = launchers
-        self.uses = uses
         self.may_replace_keys = all(map(may_replace_keys, launchers.values()))
-        self.all_rows = Span(0, saved.q.shape[1])
-        self.sums: dict[Span, GradientSums] = {}
-        self.rounded: dict[Span, Tensor] = {}
+        # Kernels that take turns do so among themselves.
+        self.may_overlap = saved.q.is_cuda and not any(x.config.ordered for x in launchers.values())
+        self.whole = Place(Span(0, saved.q.shape[1]), 0, 0)
+        self.uses = Counter(self._place_of(group, part) for group, part in adds)
+        self.sums: dict[Place, tuple[Part, GradientSums]] = {}
+        self.rounded: list[tuple[Span, Part, Tensor]] = []
+
+    def _place_of(self, group: Group, part: Part) -> Place:
+        return self.whole if group.rows == self.whole.rows else Place.of(group.rows, part)
+
+    def begin(self, groups: Sequence[Group], part: Part) -> None:
+        for group in groups:
+            self._sums_of(group, part)
+
+    def _sums_of(self, group: Group, part: Part) -> GradientSums:
+        place = self._place_of(group, part)
+        if place not in self.sums:
+            kept = EVERYTHING if place == self.whole else part
+            saved = self.saved if kept is EVERYTHING else self.saved.of_part(kept.batch, kept.heads)
+            q, out, lse, dout, dlse = saved.of_rows(group.rows)
+            self.sums[place] = kept, GradientSums(self.launchers[group], q, out, lse, dout, dlse)
+        return self.sums[place][1]
 
     def add(self, group: Group, part: Part, pair: Pair, into: Pair) -> None:
-        launcher, rows = self.launchers[group], group.rows
-        if rows not in self.sums:
-            q, out, lse, dout, dlse = self.saved.of_rows(rows)
-            self.sums[rows] = GradientSums(launcher, q, out, lse, dout, dlse)
-        tensors = *pair, *into
-        mask = group.pieces[0].mask
-        self.sums[rows].add(launcher, (part.batch, part.heads), tensors, self.scale, mask)
-        self.uses[rows] -= 1
-        # Sums of all rows that are still to begin take the others over, when they are there.
-        is_last = not self.uses[rows] and (self.all_rows in self.sums or not self.uses[self.all_rows])
-        if is_last and rows != self.all_rows:
-            self._close(rows)
+        sums, place = self._sums_of(group, part), self._place_of(group, part)
+        # Sums of a part have its entries and heads alone.
+        batch, _, heads = part if place == self.whole else EVERYTHING
+        sums.add(self.launchers[group], (batch, heads), (*pair, *into), self.scale, group.pieces[0].mask)
+        self.uses[place] -= 1
 
-    def _close(self, rows: Span) -> None:
-        """No more will be added to the sums of some rows."""
-        sums, whole = self.sums.pop(rows), self.sums.get(self.all_rows)
-        if whole is None or not whole.take(sums, rows.start):
-            self.rounded[rows] = self._round(sums, rows)
+    def close(self) -> None:
+        """Sums of all rows that are still to begin take the others over, when they are there."""
+        if self.whole in self.sums or not self.uses[self.whole]:
+            for place in [x for x in self.sums if x != self.whole and not self.uses[x]]:
+                self._close(place)
 
-    def _round(self, sums: GradientSums, rows: Span) -> Tensor:
-        batch, _, heads, head_dim = self.saved.q.shape
-        dq = self.saved.q.new_empty(batch, length(rows), heads, head_dim)
+    def _close(self, place: Place) -> None:
+        (part, sums), rows = self.sums.pop(place), place.rows
+        _, whole = self.sums.get(self.whole, (EVERYTHING, None))
+        if whole is None or not whole.take(sums, (part.batch, part.heads), rows.start):
+            self.rounded.append((rows, part, self._round(sums)))
+
+    def _round(self, sums: GradientSums) -> Tensor:
+        dq = sums.q.new_empty(sums.q.shape)
         sums.finish(dq, self.scale)
         return dq
 
     def finish(self) -> Tensor:
-        for rows in [rows for rows in self.sums if rows != self.all_rows]:
-            self._close(rows)
-        q, whole = self.saved.q, self.sums.pop(self.all_rows, None)
-        dq = q.new_zeros(q.shape) if whole is None else self._round(whole, self.all_rows)
-        for rows, x in self.rounded.items():
-            dq[:, rows.start : rows.stop].add_(x)
+        for place in [x for x in self.sums if x != self.whole]:
+            self._close(place)
+        q, (_, whole) = self.saved.q, self.sums.pop(self.whole, (EVERYTHING, None))
+        dq = q.new_zeros(q.shape) if whole is None else self._round(whole)
+        for rows, part, x in self.rounded:
+            dq[part.batch, rows.start : rows.stop, part.heads].add_(x)
         return dq
 
 
-def row_gradients(saved: Saved, own: Pair, groups: Sequence[Group], call: Call) -> RowGradients:
-    """What adds up dQ over ``groups``, each as often as it will be added; ``own`` are K and V of any keys."""
-    spans = Counter(group.rows for group in groups)
-    launchers = {group: _find(saved, own, group, call) for group in set(groups)}
+def row_gradients(saved: Saved, own: Pair, adds: Sequence[Add], call: Call) -> RowGradients:
+    """What adds up dQ over groups and parts, as they will be added; ``own`` are K and V of any keys."""
+    spans = {group.rows for group, _ in adds}
+    launchers = {group: _find(saved, own, group, call) for group, _ in adds}
     found = {group: launcher for group, launcher in launchers.items() if launcher is not None}
     if (
         not found
@@ -200,7 +256,7 @@ def row_gradients(saved: Saved, own: Pair, groups: Sequence[Group], call: Call) 
         or not share_sums(list(found.values()))
     ):
         return AddedGradients(saved, call)
-    return KernelGradients(saved, call, found, spans)
+    return KernelGradients(saved, call, found, adds)
 
 
 def _find(saved: Saved, own: Pair, group: Group, call: Call) -> BackwardLauncher | None:

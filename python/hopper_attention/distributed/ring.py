@@ -31,7 +31,12 @@ def rows_of(pair: Pair, span: Span) -> Pair:
 def room_for(pair: Pair, keys: int) -> Pair:
     """Memory for so many rows of both."""
     k, v = pair
-    return k.new_empty((k.shape[0], keys, *k.shape[2:])), v.new_empty((v.shape[0], keys, *v.shape[2:]))
+    return room_like(k, keys), room_like(v, keys)
+
+
+def room_like(x: Tensor, rows: int) -> Tensor:
+    """Memory for so many rows of one."""
+    return x.new_empty((x.shape[0], rows, *x.shape[2:]))
 
 
 def messages_of(ranks: Ranks, step: Step, own: Pair) -> tuple[list[Message], list[Message], Pair]:
@@ -54,8 +59,12 @@ def messages_of(ranks: Ranks, step: Step, own: Pair) -> tuple[list[Message], lis
 def view_of(pair: Pair, span: Span) -> Pair:
     """Some rows of both where they lie."""
     k, v = pair
-    start, stop = span
-    return k.narrow(1, start, stop - start), v.narrow(1, start, stop - start)
+    return rows_at(k, span), rows_at(v, span)
+
+
+def rows_at(x: Tensor, span: Span) -> Tensor:
+    """Some rows of one where they lie."""
+    return x.narrow(1, span.start, length(span))
 
 
 def _from(span: Span, start: int) -> Span:

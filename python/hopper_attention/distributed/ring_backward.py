@@ -6,11 +6,13 @@ in float32, always in the same order. So no bits are lost on the way, and every 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from hopper_attention.distributed.attend import Call, Gradients, Saved
+from hopper_attention.distributed.beside import launch_beside
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer, exchange, give_head_start
 from hopper_attention.distributed.gradients import (
     EVERYTHING,
@@ -18,14 +20,22 @@ from hopper_attention.distributed.gradients import (
     Pair,
     Part,
     differentiate_keys,
+    halves_of_work,
     parts_of_heads,
     parts_of_work,
     row_gradients,
+    units_of_work,
 )
 from hopper_attention.distributed.pieces import Problem, length
-from hopper_attention.distributed.ring import messages_of, places_of, room_for, view_of
-from hopper_attention.distributed.schedule import RowBytes, Schedule, backward_schedule
-from hopper_attention.distributed.steps import Share, Step, own_step, steps_of
+from hopper_attention.distributed.ring import messages_of, places_of, room_like, rows_at
+from hopper_attention.distributed.schedule import (
+    OwnShares,
+    RowBytes,
+    Schedule,
+    backward_schedule,
+    share_own,
+)
+from hopper_attention.distributed.steps import Share, Step, distances_of, own_step, steps_of
 from hopper_attention.reference.tiles import Span
 
 
@@ -40,49 +50,41 @@ def scheduled_backward(
 ) -> Gradients:
     """``ring_backward`` by a schedule, the same on all ranks."""
     others = steps_of(problem, ranks.rank, schedule.at_once, by_key=True)
-    work = _Work(saved, own, call, own_step(problem, ranks.rank), others, schedule.parts)
+    shards = len(distances_of(problem))
+    work = _Work(saved, own, call, own_step(problem, ranks.rank), others, schedule.parts, shards)
     _BackwardRing(ranks, work).run()
     return work.dq[0], work.dk, work.dv
-
-
-class _Own(NamedTuple):
-    """What is done of a rank's own shard before the keys of others come, and what after that."""
-
-    early: list[Part]
-    late: list[Part]
 
 
 class _Work:
     """A backward pass in parts of the heads.
 
-    Of the first part the own shard is done before anything has come, and of the last when everything has, so that there
-    is work while the first keys come and the last gradients go. With a single part each is a half of it.
-
     Attributes:
         parts: of the heads, in the order in which they are done.
         others: steps for the keys of other ranks, which each part makes.
+        shards: of other ranks, the same on all ranks.
         dq: of all heads, when there is some; dk and dv are there from the beginning.
     """
 
     def __init__(
-        self, saved: Saved, own: Pair, call: Call, local: Step, others: tuple[Step, ...], count: int
+        self,
+        saved: Saved,
+        own: Pair,
+        call: Call,
+        local: Step,
+        others: tuple[Step, ...],
+        count: int,
+        shards: int,
     ) -> None:
         self.saved = saved
         self.own = own
         self.call = call
         self.local = local
         self.others = others
+        self.shards = shards
         self.parts = parts_of_heads(saved.q, own[0], count)
         self.dk, self.dv = (x.new_empty(x.shape) for x in own)
         self.dq: list[Tensor] = []
-
-    def own_of(self, number: int) -> _Own:
-        """What part ``number`` does of its own shard, and when."""
-        last = len(self.parts) - 1
-        if not last:
-            first, *later = parts_of_work(self.saved.q, self.own[0], 2 if self.others else 1)
-            return _Own([first], later)
-        return _Own([], [EVERYTHING]) if number == last else _Own([EVERYTHING], [])
 
     def take_dq(self, part: Part, dq: Tensor) -> None:
         """Keep that of a part."""
@@ -101,37 +103,67 @@ class _Lane:
         self.work = work
         self.part = work.parts[number]
         self.own = self.part.of_keys(work.own)
-        self.when = work.own_of(number)
         saved = work.saved.of_part(self.part.batch, self.part.heads)
-        times = len(self.when.early) + len(self.when.late)
-        groups = [
-            *work.local.groups * times,
-            *(group for step in work.others for group in step.groups),
-        ]
-        self.rows = row_gradients(saved, self.own, groups, work.call)
+        self.halves = halves_of_work(saved.q, self.own[0])
+        calls = [(step, part) for step in work.others for part in self._calls_of(step)]
+        shares = self._share_own(calls, not number, number == len(work.parts) - 1)
+        parts = parts_of_work(saved.q, self.own[0], shares.all)
+        early, late = len(shares.early), len(shares.early) + len(shares.beside)
+        self.beside, self.late = parts[early:late], parts[late:]
+        adds = [(group, part) for part in parts for group in work.local.groups]
+        adds += [(group, part) for step, part in calls for group in step.groups]
+        self.rows = row_gradients(saved, self.own, adds, work.call)
         returns = sum(len(step.gives) for step in work.others)
         self.keys = KeyGradients(self.part.of_keys((work.dk, work.dv)), returns)
         self.steps_away = len(work.others)
-        self._differentiate_own(self.when.early)
+        self._differentiate_own(parts[:early])
+
+    def _calls_of(self, step: Step) -> list[Part]:
+        """Where there is one other shard, sums of dQ of some rows, beside those of all, are of half of the heads."""
+        own_rows = self.work.saved.q.shape[1]
+        has_all_rows = all(length(group.rows) == own_rows for group in step.groups)
+        is_one_call = has_all_rows or len(step.groups) > 1 or self.work.shards > 1
+        return [EVERYTHING] if is_one_call else self.halves
+
+    def _share_own(self, calls: list[tuple[Step, Part]], is_first: bool, is_last: bool) -> OwnShares:
+        units = units_of_work(self.own[0])
+        if not calls:
+            return OwnShares((units,), (), ())
+        # Where short shards come at once a launch more costs as much as it would gain.
+        long = sum(len(step.takes) < 2 for step, _ in calls)
+        return share_own(units, long, 2 if self.work.shards == 1 else 1, is_first, is_last)
 
     def gradients_of(self, step: Step, pair: Pair) -> Pair:
         """Those of the keys that a step took, as they travel: in the dtype of the keys, and where these were."""
-        into = pair if self.rows.may_replace_keys else room_for(pair, step.keys)
-        differentiate_keys(self.rows, step.groups, EVERYTHING, pair, Span(0, step.keys), into)
+        k, v = pair
+        into = pair if self.rows.may_replace_keys else (k.new_empty(k.shape), v.new_empty(v.shape))
+        for part in self._calls_of(step):
+            keys = part.of_keys(pair), Span(0, step.keys), part.of_keys(into)
+            call = partial(differentiate_keys, self.rows, step.groups, part, *keys)
+            own = [self.beside.pop()] if self.beside else []
+            of_own = partial(self._differentiate_own, own)
+            if own and self.rows.may_overlap:
+                self.rows.begin(step.groups, part)
+                self.rows.begin(self.work.local.groups, own[0])
+                launch_beside(k.device, call, of_own)
+            else:
+                call()
+                of_own()
+            self.rows.close()
         return into
 
-    def differentiate_rest(self) -> None:
-        """What is left of the own shard."""
-        self._differentiate_own(self.when.late)
+    def differentiate_late(self) -> None:
+        """A piece of what is left of the own shard, if there is one."""
+        self._differentiate_own([self.late.pop()] if self.late else [])
 
     def end_rows(self) -> None:
         """No more keys come: round dQ."""
         self.work.take_dq(self.part, self.rows.finish())
 
-    def take_back(self, returned: list[tuple[Share, Pair]]) -> None:
+    def take_back(self, returned: list[tuple[Share, list[Tensor]]]) -> None:
         """What other ranks made of the keys of a step."""
-        for share, pair in returned:
-            self.keys.add(share.rows, pair)
+        for share, (dk, dv) in returned:
+            self.keys.add(share.rows, (dk, dv))
         self.steps_away -= 1
 
     def _differentiate_own(self, parts: list[Part]) -> None:
@@ -148,11 +180,22 @@ class _Visit(NamedTuple):
     step: Step
 
 
+Returned = list[tuple[Share, list[Tensor]]]
+"""Where gradients of own keys arrive: of K and V, or of one of them so far."""
+
+
+class _Done(NamedTuple):
+    """The gradients that a visit made, of K and V."""
+
+    visit: _Visit
+    gradients: list[Tensor]
+
+
 class _Posted(NamedTuple):
     """Messages on their way; of each visit whose gradients are among them, where those of own keys arrive."""
 
     transfer: Transfer
-    returns: list[tuple[_Visit, list[tuple[Share, Pair]]]]
+    returns: list[tuple[_Visit, Returned]]
 
 
 class _BackwardRing:
@@ -170,7 +213,7 @@ class _BackwardRing:
         visits = [_Visit(number, step) for number in range(len(work.parts)) for step in work.others]
         arriving, posted = self._post(visits[:1], [])
         lane = self._lane_of(0)
-        done: list[tuple[_Visit, Pair]] = []
+        done: list[_Done] = []
         for place, visit in enumerate(visits):
             pair = arriving
             self._wait(posted)
@@ -178,15 +221,12 @@ class _BackwardRing:
             if visit.part not in self.lanes:
                 lane.end_rows()
             lane = self._lane_of(visit.part)
-            done = [(visit, lane.gradients_of(visit.step, pair))]
+            done = [_Done(visit, list(lane.gradients_of(visit.step, pair)))]
             del pair
-        _, last = self._post([], done)
-        done.clear()
-        lane.differentiate_rest()
-        self._wait(posted)
-        self._wait(last)
-        if not visits:
+        if not done:
             lane.keys.finish()
+        while done:
+            self._give_last(lane, done.pop(), posted)
         # Last, when what came back is added up and its memory free.
         lane.end_rows()
 
@@ -196,7 +236,7 @@ class _BackwardRing:
             self.lanes[number] = _Lane(self.work, number)
         return self.lanes[number]
 
-    def _post(self, following: list[_Visit], done: list[tuple[_Visit, Pair]]) -> tuple[Pair, _Posted]:
+    def _post(self, following: list[_Visit], done: list[_Done]) -> tuple[Pair, _Posted]:
         """Post keys of the step that follows, if there is one, and gradients of what is done.
 
         Returns:
@@ -206,31 +246,68 @@ class _BackwardRing:
         receives: list[Message] = []
         arriving = self.work.own
         for visit in following:
-            own = self.work.parts[visit.part].of_keys(self.work.own)
-            gives, takes, arriving = messages_of(self.ranks, visit.step, own)
+            gives, takes, arriving = messages_of(self.ranks, visit.step, self._own_of(visit))
             sends += gives
             receives += takes
         returns = []
-        what = "gradients of K and V"
-        for visit, gradients in done:
-            places = places_of(visit.step.takes)
-            sends += [Message(share.rank, view_of(gradients, rows), what) for share, rows in places]
-            own = self.work.parts[visit.part].of_keys(self.work.own)
-            backs = [(share, room_for(own, length(share.rows))) for share in visit.step.gives]
-            receives += [Message(share.rank, pair, what) for share, pair in backs]
-            returns.append((visit, backs))
+        for each in done:
+            gives, takes, returned = self._give_back(each, (0, 1))
+            sends += gives
+            receives += takes
+            returns.append((each.visit, returned))
+        return arriving, _Posted(self._exchange(sends, receives), returns)
+
+    def _exchange(self, sends: list[Message], receives: list[Message]) -> Transfer:
         transfer = exchange(self.ranks, sends, receives)
         if sends:
-            give_head_start(arriving[0].device)
-        return arriving, _Posted(transfer, returns)
+            give_head_start(self.work.dk.device)
+        return transfer
+
+    def _own_of(self, visit: _Visit) -> Pair:
+        return self.work.parts[visit.part].of_keys(self.work.own)
+
+    def _give_back(
+        self, done: _Done, which: tuple[int, ...]
+    ) -> tuple[list[Message], list[Message], Returned]:
+        """Messages of the gradients of K, 0, and of V, 1, or of one of them, which go from here and to here, and where
+        these arrive."""
+        visit, what = done.visit, "gradients of K and V"
+        own, places = self._own_of(visit), places_of(visit.step.takes)
+        sends = [
+            Message(share.rank, tuple(rows_at(done.gradients[i], rows) for i in which), what)
+            for share, rows in places
+        ]
+        returned = [
+            (share, [room_like(own[i], length(share.rows)) for i in which]) for share in visit.step.gives
+        ]
+        return sends, [Message(share.rank, tuple(rooms), what) for share, rooms in returned], returned
+
+    def _give_last(self, lane: _Lane, done: _Done, posted: _Posted) -> None:
+        """Post the gradients of the last step, and do what is left of the own shard. Where that is two pieces,
+        gradients of K go beside the first, and those of V beside the second, in half of the memory."""
+        returned: Returned = [(share, []) for share in done.visit.step.gives]
+        for which in ((0,), (1,)) if len(lane.late) > 1 else ((0, 1),):
+            sends, receives, rooms = self._give_back(done, which)
+            transfer = self._exchange(sends, receives)
+            for (_, tensors), (_, more) in zip(returned, rooms, strict=True):
+                tensors += more
+            del sends, receives, rooms
+            lane.differentiate_late()
+            self._wait(posted)
+            transfer.wait()
+            for i in which:
+                done.gradients[i] = done.gradients[i].new_empty(0)
+        self._take_back(done.visit, returned)
 
     def _wait(self, posted: _Posted) -> None:
         """Until a transfer is there; gradients of own keys are taken over."""
         posted.transfer.wait()
         while posted.returns:
-            visit, returned = posted.returns.pop()
-            lane = self.lanes[visit.part]
-            lane.take_back(returned)
-            if not lane.steps_away:
-                lane.keys.finish()
-                del self.lanes[visit.part]
+            self._take_back(*posted.returns.pop())
+
+    def _take_back(self, visit: _Visit, returned: Returned) -> None:
+        lane = self.lanes[visit.part]
+        lane.take_back(returned)
+        if not lane.steps_away:
+            lane.keys.finish()
+            del self.lanes[visit.part]

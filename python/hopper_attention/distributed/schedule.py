@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hopper_attention.distributed.pieces import Problem
-from hopper_attention.distributed.steps import distances_of, most_keys
+from hopper_attention.distributed.pieces import Problem, length
+from hopper_attention.distributed.steps import distances_of, most_keys, steps_of
 from hopper_attention.launch.addition import MOST_PARTS
 
 REMEMBERED = 1024
@@ -93,6 +93,40 @@ class Schedule:
     at_once: bool = False
 
 
+class OwnShares(NamedTuple):
+    """Units of a rank's own shard (``gradients.units_of_work``) that are done before the keys of others come, beside
+    each call for these, and after that."""
+
+    early: tuple[int, ...]
+    beside: tuple[int, ...]
+    late: tuple[int, ...]
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return self.early + self.beside + self.late
+
+
+def share_own(units: int, calls: int, pieces: int, is_first: bool, is_last: bool) -> OwnShares:
+    """Of a part of the heads that makes ``calls`` calls for the keys of others, beside which there may be more.
+
+    Each of these has tiles of one length, and leaves SMs idle at its end: there a little of the own shard is done. More
+    of it is done while the first keys come, before the first part of all, and while the last gradients go, in so many
+    pieces, behind the last part. Ranks whose calls differ have as many pieces.
+    """
+    if not is_first and not is_last:
+        return OwnShares((), _even(units, calls), ()) if calls else OwnShares((units,), (), ())
+    few = min(max(1, units // 8) * calls, units // (4 if is_first and is_last else 2))
+    rest = units - few
+    early = max(1, rest // 2) if is_first and is_last else rest * is_first
+    return OwnShares((early,) * is_first, _even(few, calls), _even(rest - early, pieces))
+
+
+def _even(units: int, count: int) -> tuple[int, ...]:
+    """The units in so many shares, or in as many as there are units."""
+    shares = (units * (i + 1) // count - units * i // count for i in range(count))
+    return tuple(n for n in shares if n)
+
+
 def forward_bytes(problem: Problem, sizes: RowBytes, parts: int, at_once: bool = False) -> int:
     """What a forward pass holds at most beside the output.
 
@@ -109,16 +143,38 @@ def forward_bytes(problem: Problem, sizes: RowBytes, parts: int, at_once: bool =
 def backward_bytes(problem: Problem, sizes: RowBytes, parts: int, at_once: bool = False) -> int:
     """What a backward pass holds at most beside the output and dQ, dK and dV.
 
-    Float32 sums of dQ of all rows, and of half of them; two shards, of which the next may be the next part's, and whose
-    places their gradients take; gradients that are sent, while as many come back; what came back before, of which more
-    than three shards become float32 sums, as large as two; and a copy of keys that are sent. With ``at_once`` each of
-    these shards but the copy is all others.
+    Float32 sums of dQ of all rows, and of half of them, or where there is one step of half of their heads; two shards,
+    of which the next may be the next part's, and whose places their gradients take; gradients that are sent, while as
+    many come back; what came back before, of which more than three shards become float32 sums, as large as two; and a
+    copy of keys that are sent. With ``at_once`` each of these shards but the copy is all others.
     """
     others = len(distances_of(problem))
+    if parts == others == 1:
+        return _backward_bytes_of_two(problem, sizes)
     at_a_time = SHARDS_AT_A_TIME if parts > 1 else min(SHARDS_AT_A_TIME, others)
     back = min(max(others - 1, 0), MOST_PARTS)
     shards = (2 * at_a_time * others if at_once else 2 * at_a_time + back) + (parts > 1)
-    return (3 * sizes.out + shards * sizes.taken(problem)) // parts
+    some_rows = sizes.out if others > 1 else sizes.out // 2
+    return (2 * sizes.out + some_rows + shards * sizes.taken(problem)) // parts
+
+
+def _backward_bytes_of_two(problem: Problem, sizes: RowBytes) -> int:
+    """``backward_bytes`` of a ring with one step and one part: that of the rank that holds the most.
+
+    A rank whose later rows alone see the other's keys takes all of these, and gets the gradients of half of its own.
+    There is no dQ before the sums are done, which counts against these.
+    """
+    units = sizes.batch if sizes.batch > 1 else sizes.kv_heads
+    # Gradients of K and of V come back apart if there are two pieces of work to hide them.
+    pieces = max(1, len(share_own(units, 1, 2, is_first=True, is_last=True).late))
+    held = []
+    for rank in range(problem.world):
+        (step,) = steps_of(problem, rank)
+        taken = step.keys * sizes.of_keys
+        back = sum(length(share.rows) for share in step.gives) * sizes.of_keys
+        has_some_rows = any(length(group.rows) < sizes.rows for group in step.groups)
+        held += [has_some_rows * sizes.out // 2 + taken, taken + back // pieces, taken // pieces + back]
+    return sizes.out + max(held)
 
 
 def fp8_bytes(problem: Problem, sizes: RowBytes, parts: int) -> int:
@@ -164,9 +220,12 @@ def _schedule(
         return Schedule(at_once=True)
     parts = _fewest(problem, sizes, lambda parts: count(problem, sizes, parts, False), is_least)
     if at_once:
-        # As many parts with fewer exchanges each, where that fits too.
+        # With fewer exchanges, where that fits too.
         together = _fewest(problem, sizes, lambda parts: count(problem, sizes, parts, True), is_least)
-        if together <= parts and count(problem, sizes, together, True) <= SHARDS_AT_A_TIME * sizes.shard:
+        if (
+            together <= parts * len(distances_of(problem))
+            and count(problem, sizes, together, True) <= SHARDS_AT_A_TIME * sizes.shard
+        ):
             return Schedule(together, at_once=True)
     return Schedule(parts)
 

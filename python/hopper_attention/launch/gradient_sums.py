@@ -68,13 +68,13 @@ class GradientSums:
         with torch.cuda.device(launcher.device_index):
             launcher.start(inputs, (*work, dk, dv), softmax_scale, window)
 
-    def take(self, other: GradientSums, first_row: int) -> bool:
-        """Add the sums of rows that begin at ``first_row`` of these, if they have whole tiles of these; whether it was
-        done."""
+    def take(self, other: GradientSums, part: tuple[slice, slice], first_row: int) -> bool:
+        """Add the sums of some entries of the batch and heads, of rows that begin at ``first_row`` of these, if they
+        have whole tiles of these; whether it was done."""
         first_tile, rest = divmod(first_row, self.finish_with.config.tile_m)
         if rest:
             return False
-        self.sums[:, :, first_tile : first_tile + other.sums.shape[2]].add_(other.sums)
+        self.sums[part][:, :, first_tile : first_tile + other.sums.shape[2]].add_(other.sums)
         return True
 
     def finish(self, dq: Tensor, softmax_scale: float) -> None:
