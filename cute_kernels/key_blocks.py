@@ -106,6 +106,13 @@ class KeyBlocks(LoopInvariant):
     def count(self) -> Any:
         return self.number_from(self.last)
 
+    def keys_of_last(self, row_end: Any) -> Any:
+        """Of the block that is visited first, keys up to the last one that a row before ``row_end`` sees."""
+        keys = self.seqlens.seqlen_k
+        if self.window.has_right:
+            keys = minimum(keys, self.block_range.keys_end(row_end, self.seqlens))
+        return keys - self.last * self.block_range.tile_n
+
     def number(self, n_block: Any) -> Any:
         """The number of the key block that the walk visits at place ``n_block``: here the same."""
         return n_block
@@ -140,12 +147,7 @@ class PartOfBlocks(KeyBlocks):
     @property
     def keys_of_first(self) -> Any:
         """Of the block that the part visits first, keys up to the last one that a row of it sees."""
-        keys = self.seqlens.seqlen_k
-        if self.window.has_right:
-            keys = minimum(
-                keys, self.block_range.keys_end((self.m_block + 1) * self.block_range.tile_m, self.seqlens)
-            )
-        return keys - self.last * self.block_range.tile_n
+        return self.keys_of_last((self.m_block + 1) * self.block_range.tile_m)
 
     @property
     def left_out_before(self) -> Any:
@@ -156,6 +158,26 @@ class PartOfBlocks(KeyBlocks):
     def left_out_behind(self) -> Any:
         """Blocks of the tile's walk behind the last one that the part visits."""
         return self.begin - self.of_tile.begin
+
+
+@dataclass(frozen=True)
+class SharedBlocks(KeyBlocks):
+    """All key blocks of a tile, for number ``part`` of ``parts`` equal parts of its rows: in the block that is visited
+    first it may see fewer keys than others."""
+
+    part: Any = 0
+    parts: int = 1
+
+    @staticmethod
+    def of(of_tile: KeyBlocks, part: Any, parts: int) -> "SharedBlocks":
+        t = of_tile
+        return SharedBlocks(t.block_range, t.m_block, t.seqlens, t.end, t.begin, part, parts)
+
+    @property
+    def keys_of_first(self) -> Any:
+        """As that of ``PartOfBlocks``; 0 or less where the part sees none."""
+        rows = self.block_range.tile_m // self.parts
+        return self.keys_of_last((self.m_block * self.parts + self.part + 1) * rows)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from cute_kernels.fragments import (
     first_row_of_thread,
 )
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import BlockRange, PartOfBlocks
+from cute_kernels.key_blocks import BlockRange, PartOfBlocks, SharedBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import (
@@ -381,6 +381,8 @@ class ForwardKernel:
             correction.begin(place.head_kv, seqlens.batch)
             if const_expr(c.walks_apart):
                 blocks = PartOfBlocks.of(blocks, wg, c.consumers)
+            elif const_expr(c.first_widths):
+                blocks = SharedBlocks.of(blocks, wg, c.consumers)
             ending = ending_of(
                 c.finalizes_early, tiles, tile, mail_state, place, precision.recomputes_addresses
             )

@@ -81,9 +81,29 @@ class Producer(LoopInvariant):
         return kv_state
 
     @cute.jit
+    def load_first(
+        self,
+        coordinates: tuple,
+        head_kv: Int32,
+        blocks: KeyBlocks,
+        k_state: pipeline.PipelineState,
+        q_phase: Int32,
+    ):
+        """Issue the loads of a tile's first block of K, then those of its Q: the stage of K is free before the last
+        Q K^T of the tile before has read Q, and the block's scales come from global memory meanwhile."""
+        m_block, head = coordinates
+        self.scales.begin()
+        self.load_keys(head_kv, blocks.seqlens, blocks.last, k_state)
+        self._load_queries(m_block, head, blocks.seqlens, q_phase)
+
+    @cute.jit
     def load_queries(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo, q_phase: Int32):
         """Issue the loads of Q for one output tile, before those of K."""
         self.scales.begin()
+        self._load_queries(m_block, head, seqlens, q_phase)
+
+    @cute.jit
+    def _load_queries(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo, q_phase: Int32):
         rows = seqlens.rows_q
         tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, self.config.head_dim), (None, 0), head, rows)
         for wg in cutlass.range_constexpr(self.config.consumers):

@@ -308,7 +308,8 @@ def fp8_forward_on_numpy(
     mean_v = parts.mean_v if adds_mean(parts) else torch.empty(*v.scale.shape[:2], 0)
     for scale in (q.scale, k.scale, v_scale, o_scale, mean_v):
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
-    arguments.add(min(q.block, ALL_ROWS), ALL_ROWS if v.scale.shape[2] == 1 else k.block)
+    (arguments.divisors if c.has_short_beginnings else arguments.add)(min(q.block, ALL_ROWS))
+    arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
     if c.o_from_registers:

@@ -65,3 +65,32 @@ def test_it_has_the_bits_of_tma(head_dim: int, heads: int, smooth_v: bool, seqle
     expected = fp8_forward_on_numpy(before, parts, head_dim**-0.5, LATE)
     assert not out.isnan().any()
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+class WholeFirstBlock(Fp8ForwardConfig):
+    """A config that works on all keys of a tile's first block."""
+
+    @property
+    def first_widths(self) -> tuple[int, ...]:
+        return ()
+
+
+@pytest.mark.parametrize(("seqlens", "heads"), [((200, 200), 1), ((200, 170), 2)], ids=["diagonal", "ragged"])
+def test_half_of_a_first_block_has_the_bits_of_all_of_it(seqlens: tuple[int, int], heads: int) -> None:
+    """The first warpgroup of a tile sees 64 keys of a diagonal block, or fewer, or none."""
+    config = rows_of(256, True, 512)
+    assert config.first_widths == (64,) and config.has_short_beginnings
+    assert not rows_of(256, False, 256).first_widths and not rows_of(256, True, 2048).first_widths
+    generator = torch.Generator().manual_seed(seqlens[1])
+    q, k, v = (
+        torch.randn(1, n, h, 256, generator=generator).bfloat16()
+        for n, h in zip((seqlens[0], seqlens[1], seqlens[1]), (heads, 1, 1), strict=True)
+    )
+    parts = quantize_qkv(
+        q, k, v, quantization=Fp8Quantization(rotate=False, granularity="head", smooth_v=False)
+    )
+    results = (
+        fp8_forward_on_numpy(each, parts, 0.0625, LATE) for each in (config, WholeFirstBlock(**vars(config)))
+    )
+    for half, whole in zip(*results, strict=True):
+        assert not half.isnan().any() and torch.equal(half, whole)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cute_kernels.problem import DENSE, SCORE_FEATURES
-from hopper.config import ForwardConfig
+from hopper.config import WARPGROUP_ROWS, ForwardConfig
 
 FP8_DTYPE = "float8_e4m3fn"
 WIDE_CODES_DTYPE = "float16"
@@ -142,6 +142,20 @@ class Fp8ForwardConfig(ForwardConfig):
         """Whether what stands between two tiles of a warpgroup is kept short: V comes in rows, and O has no place of
         its own."""
         return self.o_shares_rows or self.o_from_registers
+
+    @property
+    def has_short_beginnings(self) -> bool:
+        """Whether a tile's first block of K is loaded before its Q, and the block of Q's scale found without a
+        division: it gains where tiles are short, which causal ones are."""
+        return self.o_from_registers and self.causal
+
+    @property
+    def first_widths(self) -> tuple[int, ...]:
+        """Also where two warpgroups visit the same blocks: of a diagonal one the first sees half. Lowered queries leave
+        no registers for it."""
+        if self.has_short_beginnings and self.tile_n == 2 * WARPGROUP_ROWS:
+            return (WARPGROUP_ROWS,)
+        return super().first_widths
 
     @property
     def has_divisors(self) -> bool:

@@ -56,6 +56,8 @@ class Fp8ForwardKernel(ForwardKernel):
     ):
         """Launch. mQ, mK, mO are (batch, seqlen, heads, head_dim), mV (batch, kv_heads, head_dim_v, keys) or with
         ``v_rows`` (batch, keys, kv_heads, head_dim_v); the rest are those of ``BlockScales``."""
+        if const_expr(self.config.has_short_beginnings):
+            block_q = cute.FastDivmodDivisorV2(block_q)
         extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k)
         tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

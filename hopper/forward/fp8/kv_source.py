@@ -116,8 +116,11 @@ class TransposingRows(TransposedTma):
                 # The place of the rows is free before the last Q K^T of the tile before has read Q and K.
                 if warp == 0:
                     transposer.load(head_kv, blocks.seqlens, blocks.last, load_state)
-                    producer.load_queries(m_block, head, blocks.seqlens, q_phase)
-                    producer.load_keys(head_kv, blocks.seqlens, blocks.last, k_state)
+                    if const_expr(self.config.has_short_beginnings):
+                        producer.load_first((m_block, head), head_kv, blocks, k_state, q_phase)
+                    else:
+                        producer.load_queries(m_block, head, blocks.seqlens, q_phase)
+                        producer.load_keys(head_kv, blocks.seqlens, blocks.last, k_state)
             else:
                 if warp == 0:
                     for _ in producer.pipes.o:

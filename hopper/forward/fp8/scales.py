@@ -27,6 +27,14 @@ def blocks_of_sequence(seqlens: SeqlenInfo, offset: Int32, block: Int32) -> tupl
     return (0, offset // block + seqlens.batch) if seqlens.is_packed else (seqlens.batch, 0)
 
 
+def blocks_before(row: Int32, block: Int32 | cute.FastDivmodDivisorV2) -> Int32:
+    """Whole blocks of so many rows before a row of a sequence. A division by a plain number takes some hundred cycles,
+    which a tile begins with."""
+    if isinstance(block, cute.FastDivmodDivisorV2):
+        return Int32(divmod(row, block)[0])
+    return row // block
+
+
 class BlockScales(NamedTuple):
     """Scales in global memory, float32, and how many rows share one.
 
@@ -43,7 +51,7 @@ class BlockScales(NamedTuple):
     v: cute.Tensor
     o: cute.Tensor
     mean_v: cute.Tensor
-    block_q: Int32
+    block_q: Int32 | cute.FastDivmodDivisorV2
     block_k: Int32
 
 

@@ -11,7 +11,7 @@ from cute_kernels.softmax import LEAST, LN_2, OnlineSoftmax
 from hopper.forward.fp8.exp2 import exp2_of_pair, is_polynomial, sum_of_words
 from hopper.forward.fp8.operand_a import store_row_as_operand_a_e4m3
 from hopper.forward.fp8.row_maximum import row_maximum, thread_maximum
-from hopper.forward.fp8.scales import blocks_of_sequence
+from hopper.forward.fp8.scales import blocks_before, blocks_of_sequence
 
 SMALLEST_SCALE = 2.0**-126
 """Of a score: that of a block of zeros times another would be 0."""
@@ -46,7 +46,7 @@ class ExactSoftmax(OnlineSoftmax):
     def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
         entry, first = blocks_of_sequence(seqlens, seqlens.offset_q, self.block_q)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.tile_scale[r] = self.q_scale[entry, head, first + rows[r] // self.block_q]
+            self.tile_scale[r] = self.q_scale[entry, head, first + blocks_before(rows[r], self.block_q)]
         self.unit[0] = Float32(0.0)
 
     @cute.jit
