@@ -41,8 +41,12 @@ COLUMNS_PER_STEP, COLUMNS_PER_ATOM = 16, 8
 WIDE_HEAD_DIM = 160
 """From here on a Q that is awaited costs more than warpgroups that wait for each other once a tile."""
 
-ENDING_WIDTHS = {(128, 176): (48, 112), (256, 80): (32, 48, 64)}
-"""By head_dim and keys of a block, which divide no power of two: keys that the last block may be cut to
+ENDING_WIDTHS = {
+    (128, 176, False): (48, 112),
+    (256, 80, False): (32, 48, 64),
+    (256, 80, True): (32, 48, 64),
+}
+"""By head_dim, keys of a block, which divide no power of two, and causal: keys that the last block may be cut to
 (``ForwardConfig.first_widths``). Of 2048, 4096, 8192 and 16384 keys 176 leave 112, 48, 96 and 16, and 80 leave 48, 16,
 32 and 64."""
 
@@ -158,7 +162,7 @@ class ForwardConfig:
         is high or more. As many as it has rows, or a multiple, where these divide a block; else half of the block. What
         else is in the softmax's way takes the registers. Each width of the tiles that ship has whole steps of P V."""
         if self.cuts_first_product:
-            return ENDING_WIDTHS[self.head_dim, self.tile_n]
+            return ENDING_WIDTHS[self.head_dim, self.tile_n, self.causal]
         is_wide = self.tile_n >= 2 * WARPGROUP_ROWS and self.tile_n % 32 == 0
         has_registers = self.compares_bits or self.score_dtype == "float16"
         if not (self.walks_apart and is_wide and has_registers):
@@ -172,9 +176,8 @@ class ForwardConfig:
         """Whether P V too leaves out what is behind the first keys of the block visited first. The block behind it,
         under whose Q K^T that product is made, is there once more for each width."""
         is_whole = self.head_dim == self.head_dim_v and not self.used_head_dim
-        has_widths = (self.head_dim, self.tile_n) in ENDING_WIDTHS and self.element_bytes == 2
-        is_bare = self.is_plain and not self.causal
-        return has_widths and is_whole and is_bare and self.pipelined and self.warp_specialized
+        has_widths = (self.head_dim, self.tile_n, self.causal) in ENDING_WIDTHS and self.element_bytes == 2
+        return has_widths and is_whole and self.is_plain and self.pipelined and self.warp_specialized
 
     @property
     def loads_k_ahead(self) -> bool:
