@@ -104,6 +104,44 @@ def _store_four_words(address: Int64, words: list, offset: int) -> None:
     )
 
 
+@cute.jit
+def store_octets(acc: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32):
+    """``store_quads`` of an accumulator whose columns lie as those of K or V do: the four lanes of a row exchange pairs
+    of 32 columns, so that each has eight neighbours."""
+    rows = as_rows(acc)
+    is_odd, is_upper = lane % 2 == 1, lane % LANES_PER_ROW >= 2
+    column = lane % LANES_PER_ROW * COLUMNS_PER_GROUP
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        octets = [
+            _transpose_words(
+                [pack(rows[r, (0, j + i)], rows[r, (1, j + i)], target.element_type) for i in range(4)],
+                is_odd,
+                is_upper,
+            )
+            for j in range(0, rows.shape[1][1], 4)
+        ]
+        if row + r * ROW_STRIDE < target.shape[0]:
+            start = target[row + r * ROW_STRIDE, None].iterator + column
+            for j in cutlass.range_constexpr(len(octets)):
+                first = j * 4 * COLUMNS_PER_GROUP
+                if first + column < target.shape[1]:
+                    _store_four_words(start.toint(), octets[j], first * target.element_type.width // 8)
+
+
+@cute.jit
+def _transpose_words(words: list, is_odd: Boolean, is_upper: Boolean) -> list:
+    """Word i of lane l goes to lane i as its word l, among four lanes."""
+    for is_second, offset, pairs in ((is_odd, 1, ((0, 1), (2, 3))), (is_upper, 2, ((0, 2), (1, 3)))):
+        sent = [words[i] if is_second else words[j] for i, j in pairs]
+        kept = [words[j] if is_second else words[i] for i, j in pairs]
+        come = [cute.arch.shuffle_sync_bfly(word, offset=offset) for word in sent]
+        words = list(words)
+        for n, (i, j) in enumerate(pairs):
+            words[i] = come[n] if is_second else kept[n]
+            words[j] = kept[n] if is_second else come[n]
+    return words
+
+
 def pair_of_quads(j: int, lane: Int32) -> Int32:
     """Number of the pair of columns that a thread holds as pair ``j``, where an accumulator has columns such that a
     thread has four neighbours: of each 16 its first two in the first 8, the others in the second."""

@@ -103,6 +103,11 @@ class KeyBlocks(LoopInvariant):
         return self.end - 1
 
     @property
+    def keys_of_first(self) -> Any:
+        """Of the block that is visited first, keys up to the last one that a row sees."""
+        return self.keys_of_last((self.m_block + 1) * self.block_range.tile_m)
+
+    @property
     def count(self) -> Any:
         return self.number_from(self.last)
 
@@ -143,11 +148,6 @@ class PartOfBlocks(KeyBlocks):
         if whole.window.has_left:
             begin += (own.begin(number, seqlens) - begin) * has_query
         return PartOfBlocks(own, number, seqlens, end, begin, of_tile)
-
-    @property
-    def keys_of_first(self) -> Any:
-        """Of the block that the part visits first, keys up to the last one that a row of it sees."""
-        return self.keys_of_last((self.m_block + 1) * self.block_range.tile_m)
 
     @property
     def left_out_before(self) -> Any:

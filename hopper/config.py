@@ -41,6 +41,15 @@ COLUMNS_PER_STEP, COLUMNS_PER_ATOM = 16, 8
 WIDE_HEAD_DIM = 160
 """From here on a Q that is awaited costs more than warpgroups that wait for each other once a tile."""
 
+ENDING_WIDTHS = {
+    (128, 176, False): (48, 112),
+    (256, 80, False): (32, 48, 64),
+    (256, 80, True): (32, 48, 64),
+}
+"""By head_dim, keys of a block, which divide no power of two, and causal: keys that the last block may be cut to
+(``ForwardConfig.first_widths``). Of 2048, 4096, 8192 and 16384 keys 176 leave 112, 48, 96 and 16, and 80 leave 48, 16,
+32 and 64."""
+
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
 
@@ -152,6 +161,8 @@ class ForwardConfig:
         where its rows see no more: of many warpgroups under a causal mask, as a block is twice as wide as a warpgroup
         is high or more. As many as it has rows, or a multiple, where these divide a block; else half of the block. What
         else is in the softmax's way takes the registers. Each width of the tiles that ship has whole steps of P V."""
+        if self.cuts_first_product:
+            return ENDING_WIDTHS[self.head_dim, self.tile_n, self.causal]
         is_wide = self.tile_n >= 2 * WARPGROUP_ROWS and self.tile_n % 32 == 0
         has_registers = self.compares_bits or self.score_dtype == "float16"
         if not (self.walks_apart and is_wide and has_registers):
@@ -159,6 +170,20 @@ class ForwardConfig:
         if self.tile_n % WARPGROUP_ROWS:
             return (self.tile_n // 2,)
         return tuple(range(WARPGROUP_ROWS, self.tile_n, WARPGROUP_ROWS))
+
+    @property
+    def cuts_first_product(self) -> bool:
+        """Whether P V too leaves out what is behind the first keys of the block visited first. The block behind it,
+        under whose Q K^T that product is made, is there once more for each width."""
+        is_whole = self.head_dim == self.head_dim_v and not self.used_head_dim
+        has_widths = (self.head_dim, self.tile_n, self.causal) in ENDING_WIDTHS and self.element_bytes == 2
+        return has_widths and is_whole and self.is_plain and self.pipelined and self.warp_specialized
+
+    @property
+    def loads_k_ahead(self) -> bool:
+        """Whether K of a block is loaded before V of the one in front of it, in the order in which consumers ask for
+        them. Where O has no place in shared memory, V of a tile awaits nothing but the V before it."""
+        return self.o_from_registers and self.element_bytes == 2
 
     @property
     def adds_row_bias_late(self) -> bool:
@@ -257,7 +282,7 @@ class ForwardConfig:
         are loaded meanwhile. Not where rows are so short that it costs more that warpgroups wait for each other."""
         holds_o = self.stages * self.tile_n >= self.tile_m and self.element_bytes == 2
         pays = self.head_dim >= WIDE_HEAD_DIM and self.warp_specialized and not self.page_box
-        return self._o_needs_place and holds_o and pays
+        return self._o_needs_place and holds_o and pays and not self.o_from_registers
 
     @property
     def o_shares_rows(self) -> bool:
@@ -266,7 +291,16 @@ class ForwardConfig:
 
     @property
     def o_from_registers(self) -> bool:
-        """Whether O goes from registers straight to global memory, so that nothing is awaited for its sake."""
+        """Whether O goes from registers straight to global memory, so that nothing is awaited for its sake: in 16 bits
+        where it has no place of its own and its rows are so wide that all of V's place would be needed."""
+        is_wide = self.head_dim == self.head_dim_v == MAX_HEAD_DIM and not self.used_head_dim
+        is_bare = self.is_plain and self.element_bytes == 2
+        return is_wide and is_bare and self.pipelined and self.warp_specialized
+
+    @property
+    def has_short_beginnings(self) -> bool:
+        """Whether a tile's first block of K is loaded before its Q, and each warpgroup works on the keys of it that its
+        own rows see."""
         return False
 
     @property

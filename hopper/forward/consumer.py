@@ -109,10 +109,14 @@ class Consumer(LoopInvariant):
     ) -> PipelineState:
         """Two-stage pipeline: S of the next block is in flight while P V of this one is, and the softmax of the
         next runs under P V of this (FlashAttention-3, algorithm 2)."""
-        self._first_block(scores, blocks, kv_state)
-        n_block = blocks.end - 2
+        if const_expr(self.config.cuts_first_product):
+            n_block, kv_state = self._cut_blocks(scores, blocks, kv_state, self.config.first_widths)
+            right_masked = cutlass.max(n_block + 1 - unmasked, 0)
+        else:
+            self._first_block(scores, blocks, kv_state)
+            n_block, right_masked = blocks.end - 2, blocks.right_masked(unmasked)
         if const_expr(blocks.window.has_right):
-            for _ in cutlass.range(blocks.right_masked(unmasked), unroll=1):
+            for _ in cutlass.range(right_masked, unroll=1):
                 kv_state = self._overlapped_block(scores, n_block, kv_state, True)
                 n_block -= 1
         if const_expr(blocks.window.has_left):
@@ -212,6 +216,33 @@ class Consumer(LoopInvariant):
         else:
             self._first_scores(scores, blocks.last, kv_state)
 
+    @cute.jit
+    def _cut_blocks(
+        self,
+        scores: ScoreTile,
+        blocks: KeyBlocks,
+        kv_state: PipelineState,
+        widths: cutlass.Constexpr[tuple[int, ...]],
+    ) -> tuple[Int32, PipelineState]:
+        """``_first_of_width``, and where a width does also the block behind it, with P V of so many keys alone.
+
+        Returns the number of the block that comes next, and the state of the last one whose P V is due.
+        """
+        n_block = blocks.end - 2
+        if const_expr(len(widths) > 0):
+            if blocks.keys_of_first <= widths[0]:
+                self._clear_P()
+                self._first_scores(scores, blocks.last, kv_state, widths[0])
+                if blocks.number_from(n_block) > 0:
+                    is_masked = const_expr(blocks.window.has_right)
+                    kv_state = self._overlapped_block(scores, n_block, kv_state, is_masked, widths[0])
+                    n_block -= 1
+            else:
+                n_block, kv_state = self._cut_blocks(scores, blocks, kv_state, widths[1:])
+        else:
+            self._first_scores(scores, blocks.last, kv_state)
+        return n_block, kv_state
+
     def _clear_P(self):
         """Before a block of which only a part is worked on: what the rest adds to P V."""
         cute.recast_tensor(self.tOrP, Int32).fill(0)
@@ -234,15 +265,24 @@ class Consumer(LoopInvariant):
         scores.finish(acc_S, n_block, True)
         self.softmax.take_scores(acc_S, is_first=True)
         # V of a block is awaited where P of it is made, here as in the loop.
-        self.pipes.v.consumer_wait(kv_state)
+        if const_expr(not self.config.loads_k_ahead):
+            self.pipes.v.consumer_wait(kv_state)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r, is_first=True, kept=kept)
+        if const_expr(self.config.loads_k_ahead):
+            self.pipes.v.consumer_wait(kv_state)
 
     @cute.jit
     def _overlapped_block(
-        self, scores: ScoreTile, n_block: Int32, v_state: PipelineState, is_masked: cutlass.Constexpr[bool]
+        self,
+        scores: ScoreTile,
+        n_block: Int32,
+        v_state: PipelineState,
+        is_masked: cutlass.Constexpr[bool],
+        keys: cutlass.Constexpr[int] = 0,
     ) -> PipelineState:
-        """Scores of block ``n_block`` together with O += P V of the block before it, at ``v_state``.
+        """Scores of block ``n_block`` together with O += P V of the block before it, at ``v_state``, of its first
+        ``keys`` alone, if they are given.
 
         The wait for P V stands between the exponentials of the thread's two rows: those of the first hide the GEMM,
         those of the second leave issue slots (MUFU is slow) to the conversion of P and the rescaling of O. V of
@@ -252,7 +292,7 @@ class Consumer(LoopInvariant):
         k_state = v_state.clone()
         k_state.advance()
         self.pipes.k.consumer_wait(k_state)
-        self._block_of_k(scores, n_block, v_state, k_state, is_masked)
+        self._block_of_k(scores, n_block, v_state, k_state, is_masked, keys=keys)
         return k_state
 
     @cute.jit
@@ -264,13 +304,17 @@ class Consumer(LoopInvariant):
         k_state: PipelineState,
         is_masked: cutlass.Constexpr[bool],
         after: tuple[PipelineState, ...] = (),
+        keys: cutlass.Constexpr[int] = 0,
     ) -> tuple[Boolean, ...]:
         """What ``_overlapped_block`` does once K is there. Tells of each state of ``after`` whether its K has come."""
         acc_S = self._make_acc_S()
         self.ping_pong.take_turn()
         self._start_scores(acc_S, k_state)
         self.output.enter_product()
-        self.output.start(self.tOrP, v_state.index)
+        if const_expr(keys > 0):
+            self.output.start_cut(self.tOrP, v_state.index, keys)
+        else:
+            self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
         self.softmax.take_bias(scores.row_bias(n_block))
         self.softmax.enter_block(consumer_slot(k_state))

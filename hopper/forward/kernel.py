@@ -354,7 +354,8 @@ class ForwardKernel:
         precision = self.parts.precision
         output = precision.make_output(mmas, self._pv_mma, operands.v.smem, softmax)
         consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
-        store = self.parts.batch.store_type(operands.o, mLSE, c.head_dim_v, outputs)
+        has_quads = c.element_bytes == 1
+        store = self.parts.batch.store_type(operands.o, mLSE, c.head_dim_v, outputs, has_quads)
         factors = tuple(each.factor for each in work.rules.dropout)
         epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses, factors)
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
@@ -381,7 +382,7 @@ class ForwardKernel:
             correction.begin(place.head_kv, seqlens.batch)
             if const_expr(c.walks_apart):
                 blocks = PartOfBlocks.of(blocks, wg, c.consumers)
-            elif const_expr(c.first_widths):
+            elif const_expr(c.has_short_beginnings):
                 blocks = SharedBlocks.of(blocks, wg, c.consumers)
             ending = ending_of(
                 c.finalizes_early, tiles, tile, mail_state, place, precision.recomputes_addresses

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import OnlineSoftmax, scale_rows
-from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.config import COLUMNS_PER_STEP, WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.operands import Mmas
 from hopper.wgmma import issue_gemm, keep_descriptor
 
@@ -43,6 +44,12 @@ class Output(LoopInvariant):
     def start(self, tOrP: cute.Tensor, stage: Int32):
         """Start P V of the block whose V lies in ``stage``."""
         issue_gemm(self.mma, self.acc, tOrP, self.tOrV[None, None, None, stage], True)
+
+    @cute.jit
+    def start_cut(self, tOrP: cute.Tensor, stage: Int32, keys: cutlass.Constexpr[int]):
+        """``start`` of the first ``keys`` of the block alone."""
+        tOrV = self.tOrV[None, None, None, stage]
+        issue_gemm(self.mma, self.acc, tOrP, tOrV, True, steps=keys // COLUMNS_PER_STEP)
 
     @cute.jit
     def wait(self, tOrP: cute.Tensor, stage: Int32):

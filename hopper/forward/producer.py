@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
@@ -66,6 +66,8 @@ class Producer(LoopInvariant):
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, first, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
+        if const_expr(c.loads_k_ahead):
+            return self._load_ahead(blocks, first, (tKsK, tKgK), (tVsV, tVgV), kv_state)
         for pipe in self.pipes.o:
             # Q and K of a tile are loaded while O of the one before leaves V's place.
             pipe.producer_acquire(o_state(q_phase))
@@ -95,6 +97,28 @@ class Producer(LoopInvariant):
         self.scales.begin()
         self.load_keys(head_kv, blocks.seqlens, blocks.last, k_state)
         self._load_queries(m_block, head, blocks.seqlens, q_phase)
+
+    @cute.jit
+    def _load_ahead(
+        self,
+        blocks: KeyBlocks,
+        n_block: Int32,
+        of_k: tuple[cute.Tensor, cute.Tensor],
+        of_v: tuple[cute.Tensor, cute.Tensor],
+        kv_state: pipeline.PipelineState,
+    ) -> pipeline.PipelineState:
+        """What follows K of the first block, ``n_block``: V of each block behind K of the next."""
+        for step in cutlass.range(blocks.count - 1, unroll=1):
+            k_state = kv_state.clone()
+            k_state.advance()
+            following = blocks.number(blocks.end - 2 - step)
+            self._load(self.pipes.k, self.k.atom, *of_k, following, k_state)
+            self._load(self.pipes.v, self.v.atom, *of_v, n_block, kv_state)
+            n_block = following
+            kv_state.advance()
+        self._load(self.pipes.v, self.v.atom, *of_v, n_block, kv_state)
+        kv_state.advance()
+        return kv_state
 
     @cute.jit
     def load_queries(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo, q_phase: Int32):

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.fragments import store_quads, store_rows
+from cute_kernels.fragments import store_octets, store_quads, store_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.config import WARPGROUP_ROWS
@@ -19,13 +19,15 @@ class DenseTmaStore(LoopInvariant):
     sequence or of head_dim_v; LSE, (seqlen_q or 0, heads, batch), straight from registers.
 
     One warp of each warpgroup calls ``start`` and ``wait``, all threads the others. ``outputs`` has O as a tensor
-    where it goes from registers, (seqlen_q, head_dim_v, heads, batch), else nothing.
+    where it goes from registers, (seqlen_q, head_dim_v, heads, batch), else nothing; with ``has_quads`` its columns lie
+    in registers as ``store_quads`` has them.
     """
 
     o: TmaOperand
     mLSE: cute.Tensor
     head_dim_v: int
     outputs: tuple = ()
+    has_quads: bool = False
 
     @cute.jit
     def lse(self, values: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
@@ -39,7 +41,8 @@ class DenseTmaStore(LoopInvariant):
     def rows(self, acc: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
         """Store O of the thread's rows, of which the first is query ``row``, from registers."""
         (mO,) = self.outputs
-        store_quads(acc, mO[None, None, head, seqlens.batch], row, lane)
+        store = store_quads if self.has_quads else store_octets
+        store(acc, mO[None, None, head, seqlens.batch], row, lane)
 
     @cute.jit
     def start(self, wg: Int32, row_block: Int32, head: Int32, seqlens: SeqlenInfo):

@@ -216,6 +216,10 @@ PLAIN_TILINGS: dict[tuple[int, int, bool], tuple[PlainTiling, ...]] = {
 192 queries read K and V less often, which rows that do not fill whole sectors or boxes pay for twice
 (`forward_head_dims.json` in the development results)."""
 
+PARTS_OF_SECTORS, WHOLE_BOXES = range(136, 153, 16), 192
+"""Head_dims whose rows end within a sector of 32 bytes, which TMA takes longest over where a tile's rows are boxes of
+64 bytes, as those of 160 columns are; and columns of which a row is three boxes of 128. Nothing more is multiplied."""
+
 WINDOW_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
     **dict.fromkeys(
         ((64, 64, False), (64, 64, True)),
@@ -323,11 +327,12 @@ def select_plain_config(
 ) -> ForwardConfig:
     """``select_forward_config`` where nothing is done to scores, of sequences of one length without a window: tiles
     that only such problems have, and products without the columns of zeros that rows are filled up with."""
-    config = select_forward_config(
-        dtype, head_dim, head_dim_v, causal, seqlen_k, has_many_tiles=has_many_tiles
-    )
+    columns = head_dim, head_dim_v
+    if head_dim == head_dim_v and head_dim in PARTS_OF_SECTORS:
+        columns = WHOLE_BOXES, WHOLE_BOXES
+    config = select_forward_config(dtype, *columns, causal, seqlen_k, has_many_tiles=has_many_tiles)
     pair = config.head_dim, config.head_dim_v
-    for tiling in _plain_tiling((*pair, causal), (head_dim, head_dim_v), seqlen_k, has_many_tiles):
+    for tiling in _plain_tiling((*pair, causal), columns, seqlen_k, has_many_tiles):
         config = _build(tiling, dtype, (*pair, causal))
     used = -(-head_dim // COLUMNS_PER_STEP) * COLUMNS_PER_STEP
     # O of a single atom of columns would have lost a mode.

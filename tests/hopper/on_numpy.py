@@ -223,6 +223,9 @@ def forward_on_numpy(
     arguments.add(*sides)
     arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.dropout_and_functions(rules)
+    if c.o_from_registers:
+        rows = out.permute(1, 3, 2, 0)
+        arguments.tensor(out, tuple(rows.shape), (rows.stride(0), *rows.stride()[2:]))
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 

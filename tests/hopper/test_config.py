@@ -161,13 +161,45 @@ def test_output_staging_shares_query_memory_only_when_it_must():
 
 def test_output_of_wide_heads_is_staged_in_the_memory_of_v():
     shipped = {config for config in shipped_forward_configs() if config.o_shares_v}
-    assert {config.head_dim for config in shipped} == {160, 192, 256}
+    assert {config.head_dim for config in shipped} == {160, 192}
     wide = select_forward_config("bfloat16", 256, 256, True, 4096)
-    assert wide in shipped and not wide.o_shares_q
     assert wide.smem_bytes == wide.q_bytes + wide.kv_bytes + 1024
+    # At head_dim 256 it leaves from registers, where nothing is asked for but a causal mask.
+    assert wide.o_from_registers and not (wide.o_shares_q or wide.o_shares_v)
+    asked = [replace(wide, **{field: True}) for field in ("window", "sinks", "alibi")]
+    asked.append(select_forward_config("bfloat16", 256, 256, True, 4096, layout="varlen"))
+    asked.append(replace(wide, used_head_dim=208, used_head_dim_v=208))
+    assert all(config.o_shares_v and not config.o_from_registers for config in asked)
     # A tile's last V may be as short as O is long, but no shorter; loads of pages go their own way.
-    assert replace(wide, tile_n=64).o_shares_v and replace(wide, tile_n=80, page_box=16).o_shares_q
+    windowed = asked[0]
+    assert replace(windowed, tile_n=64).o_shares_v and replace(windowed, tile_n=80, page_box=16).o_shares_q
     assert not base().o_shares_v and base().o_shares_q
+
+
+def test_blocks_that_divide_no_power_of_two_are_cut_at_the_end():
+    def of(head_dim, causal, seqlen_k, **others):
+        config = select_forward_config("bfloat16", head_dim, head_dim, causal, seqlen_k)
+        return replace(config, **others)
+
+    assert of(128, False, 4096).first_widths == (48, 112)
+    assert of(256, False, 4096).first_widths == of(256, True, 4096).first_widths == (32, 48, 64)
+    for config in (of(128, False, 4096), of(256, True, 4096)):
+        # Each left over by a usual length is within one of them, and in whole steps of P V.
+        left = {2**n % config.tile_n for n in range(11, 15)}
+        assert config.cuts_first_product and max(left) <= max(config.first_widths)
+        assert all(width % 16 == 0 for width in config.first_widths)
+        for others in ({"window": True}, {"sinks": True}, {"layout": "varlen"}):
+            assert not replace(config, **others).cuts_first_product
+    assert not of(128, True, 4096).cuts_first_product and not of(64, False, 4096).first_widths
+
+
+@pytest.mark.parametrize("head_dim,tile", [(136, 192), (144, 160), (152, 192), (160, 160)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_that_end_within_a_sector_get_whole_boxes(head_dim: int, tile: int, causal: bool):
+    config = select_plain_config("float16", head_dim, head_dim, causal, 4096)
+    assert config.head_dim == config.head_dim_v == tile
+    assert config.columns_pv == head_dim and (config.used_head_dim or tile) == -(-head_dim // 16) * 16
+    assert select_forward_config("float16", head_dim, head_dim, causal, 4096).head_dim == 160
 
 
 def test_where_softmax_waits_for_the_second_row_and_shrinks_in_a_branch():

@@ -102,12 +102,29 @@ def test_maxima_of_scores_of_any_sign(head_dim, tile_n) -> None:
 
 
 def test_output_staged_in_the_memory_of_v_waits_for_it_and_is_waited_for() -> None:
-    config = select_forward_config("bfloat16", 256, 256, False, 16384)
+    config = select_forward_config("bfloat16", 192, 192, False, 16384)
     assert config.o_shares_v
-    q, k, v = draw(torch.bfloat16, (260, 170), (1, 1), 256)
+    q, k, v = draw(torch.bfloat16, (260, 170), (1, 1), 192)
     for timing in (AT_ONCE, LATE):
-        out, _ = forward_on_numpy(config, q, k, v, 0.0625, 1, timing)
+        out, _ = forward_on_numpy(config, q, k, v, 192**-0.5, 1, timing)
         assert relative(out, attention_naive(q, k, v)[0]) < EPSILON[out.dtype]
+
+
+@pytest.mark.parametrize("causal,seqlens", [(False, (260, 170)), (True, (300, 430)), (True, (130, 70))])
+def test_output_from_registers_of_several_tiles(causal: bool, seqlens: tuple[int, int]) -> None:
+    """O of 16 bits at head_dim 256, whose rows end within a tile."""
+    config = select_forward_config("bfloat16", 256, 256, causal, 16384)
+    assert config.o_from_registers and not config.o_shares_v and not config.o_shares_q
+    check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 256), ctas=2)
+
+
+@pytest.mark.parametrize("rest", [1, 48, 49, 112, 113, 176])
+def test_the_last_block_is_cut_to_the_keys_that_there_are(rest: int) -> None:
+    """Alone, in front of one other block, and of two; with tiles that follow."""
+    config = select_forward_config("float16", 128, 128, False, 16384)
+    assert config.first_widths == (48, 112) and config.cuts_first_product
+    for blocks in range(3):
+        check_forward(config, draw(torch.float16, (140, 176 * blocks + rest), (1, 1), 128))
 
 
 ABLATION = [
