@@ -20,13 +20,15 @@ class QueryRange:
 
     Those below ``unmasked_begin`` and those from ``unmasked_end`` on need a mask. A key tile that no query sees visits
     none; with ``least`` = 1 it visits the first query tile, all of it masked, if none other. So does the key tile of a
-    sequence without queries then.
+    sequence without queries then. With ``is_covered``, which goes with no left side, the first key tile begins at the
+    first query tile, though queries there may see none of its keys: so that every query tile is visited.
     """
 
     tile_m: int
     tile_n: int
     window: Window
     least: int = 0
+    is_covered: bool = False
 
     def tiles(self, seqlens: SeqlenInfo) -> Any:
         """All query tiles of the sequence."""
@@ -36,7 +38,8 @@ class QueryRange:
         """The first tile with a query that sees a key of the tile, if there is one; else 0."""
         if not self.window.has_right:
             return 0 * n_block
-        return maximum(first_query(self.window, n_block * self.tile_n, seqlens), 0) // self.tile_m
+        first = maximum(first_query(self.window, n_block * self.tile_n, seqlens), 0) // self.tile_m
+        return first * minimum(n_block, 1) if self.is_covered else first
 
     def end(self, n_block: Any, seqlens: SeqlenInfo) -> Any:
         """One past the last tile with a query that sees a key of the tile; at least ``least``."""
@@ -88,7 +91,7 @@ class QueryRange:
         if not self.window.has_right:
             return num_n_blocks
         end = keys_end(self.window, (m_block + 1) * self.tile_m + seqlens.seqlen_k - seqlens.seqlen_q)
-        return minimum(ceil_div(maximum(end, 0), self.tile_n), num_n_blocks)
+        return minimum(ceil_div(maximum(end, int(self.is_covered)), self.tile_n), num_n_blocks)
 
     def turn(self, n_block: Any, m_block: Any, num_n_blocks: Any, seqlens: SeqlenInfo) -> Any:
         """How many key tiles add to query tile ``m_block`` before this one does, where that has an order.

@@ -30,6 +30,7 @@ class PrepareKernel:
     them idle where their number is no power of two.
 
     The float32 sums of dQ become 0, all that there are: a launch for that alone would cost the host as much as this.
+    With ``config.stores_first`` they are left as they are.
     """
 
     def __init__(self, config: SteppedConfig):
@@ -84,7 +85,7 @@ class PrepareKernel:
         for first in cutlass.range_constexpr(0, steps, ROWS_UNDER_WAY):
             rows = [first_row + i * rows_at_once for i in range(first, min(first + ROWS_UNDER_WAY, steps))]
             loaded = [self._load(inputs, place, row) for row in rows]
-            if const_expr(first == 0):
+            if const_expr(first == 0 and not self.config.stores_first):
                 self._clear(sums)
             for row, (parts, numbers) in zip(rows, loaded, strict=True):
                 self._write(results, (place[2], place[1], row), parts, numbers, left_out)

@@ -57,6 +57,9 @@ class SteppedConfig(Protocol):
     def few_keys(self) -> bool: ...
 
     @property
+    def stores_first(self) -> bool: ...
+
+    @property
     def dq_order(self) -> WordOrder: ...
 
     def step_name(self, step: str) -> str:

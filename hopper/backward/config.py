@@ -61,7 +61,8 @@ class BackwardConfig:
     ``few_keys`` it finds delta as the sum of P dP in float32, for those packed sequences that have no more than
     FEW_KEYS keys; others take that of ``prepare``. With ``one_tile`` there are no more keys than a tile has
     (``fit_one_tile``): the kernel finds delta and the base-2 LSE itself, and writes dQ in 16 bits, so that nothing is
-    launched beside it.
+    launched beside it. With ``stores_first`` the first key tile of a query tile stores its part of dQ, and what the
+    sums held before does not matter: for ``ordered`` ones that a single launch makes.
     """
 
     dtype: str
@@ -85,6 +86,7 @@ class BackwardConfig:
     clears_ahead: bool = False
     few_keys: bool = False
     one_tile: bool = False
+    stores_first: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -228,7 +230,7 @@ class BackwardConfig:
         name = name if self.layout == DENSE else f"{name}_{self.layout}"
         if step != "prepare":
             return name
-        return name + "_clears" * self.clears_ahead + "_few" * self.few_keys
+        return name + "_clears" * self.clears_ahead + "_few" * self.few_keys + "_stores" * self.stores_first
 
     @property
     def smem_bytes(self) -> int:
@@ -257,6 +259,7 @@ class BackwardConfig:
         parts += ["clears"] if self.clears_ahead else []
         parts += ["few"] if self.few_keys else []
         parts += ["tile"] if self.one_tile else []
+        parts += ["stores"] if self.stores_first else []
         return "_".join(parts)
 
 
@@ -377,6 +380,11 @@ def validate_backward_config(config: BackwardConfig) -> None:
             f"block_lists={c.block_lists}, layout {c.layout!r} and head_dim {c.head_dim}, allowed: False four times, "
             f"'varlen' and at most {MAX_UNPAIRED_HEAD_DIM}"
         )
+    if c.stores_first and not gains_by_storing(c):
+        raise ValueError(
+            f"stores_first is True in {c.name}, allowed: with ordered, plain scores, dense sequences and no mask but "
+            "a causal one"
+        )
     if c.few_keys and c.layout == DENSE:
         raise ValueError(f"few_keys is True with layout {c.layout!r}, allowed: 'varlen'")
     if c.one_tile and (not c.is_plain or c.ordered or is_paired):
@@ -445,7 +453,9 @@ def select_backward_config(
         functions=functions,
         block_lists=block_lists,
     )
-    config = replace(config, clears_ahead=gains_by_clearing_ahead(config))
+    config = replace(
+        config, clears_ahead=gains_by_clearing_ahead(config), stores_first=gains_by_storing(config)
+    )
     validate_backward_config(config)
     return config
 
@@ -459,6 +469,13 @@ def gains_by_clearing_ahead(config: BackwardConfig) -> bool:
     return (
         c.layout != DENSE and c.head_dim == CLEARING_HEAD_DIM and not (is_masked or is_changed or c.ordered)
     )
+
+
+def gains_by_storing(config: BackwardConfig) -> bool:
+    """Whether ``stores_first`` serves a config. In a window, on packed sequences and by lists there may be query tiles
+    that no key tile visits."""
+    c = config
+    return c.ordered and c.is_plain and not c.block_lists
 
 
 def select_strip_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:

@@ -2,17 +2,17 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.pipeline import PipelineAsync, PipelineState
 
-from cute_kernels.backward.turns import count_up, wait_for_count
+from cute_kernels.backward.turns import count_up, wait_for_turn
 from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.query_range import Visit
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from hopper.backward.config import BackwardConfig
 from hopper.backward.consumer import previous_stage
-from hopper.backward.dq import add_in_bulk
+from hopper.backward.dq import add_in_bulk, store_in_bulk
 from hopper.backward.exchange import state_of
 from hopper.backward.work import BackwardWork
 
@@ -75,10 +75,11 @@ class Courier(LoopInvariant):
         return of_tile
 
     def _turn(self, work: BackwardWork, visit: Visit, place: Int32, n_block: Int32, batch: Int32) -> Int32:
-        """That of a block, worked out anew where lengths and windows would take registers throughout."""
+        """That of a block, worked out anew where lengths and windows would take registers throughout, and under a
+        causal mask where the first one stores, which takes one more."""
         if self.config.block_lists:
             return visit.turn(place)
-        if self.config.can_miss_queries:
+        if self.config.can_miss_queries or (self.config.stores_first and self.config.causal):
             return work.anew().turn(n_block, place, batch)
         return work.turn(n_block, place, batch)
 
@@ -105,13 +106,20 @@ class Courier(LoopInvariant):
         state, place = state_of(self.config.stages, block), self.added.iterator + tile
         if cute.arch.lane_idx() == 0:
             # Before there is something to add: where its turn has come by then, nothing waits for the count.
-            wait_for_count(place, turn)
+            wait_for_turn(place, turn)
         cute.arch.sync_warp()
         self.pipe.consumer_wait(state)
         if cute.arch.lane_idx() == 0:
             buffer = previous_stage(self.config, state.index)
             for wg in cutlass.range_constexpr(self.config.consumers):
-                add_in_bulk(self.sdQ[None, buffer, wg], self.mdQ[None, wg, tile])
+                source, target = self.sdQ[None, buffer, wg], self.mdQ[None, wg, tile]
+                if const_expr(self.config.stores_first):
+                    if turn == 0:
+                        store_in_bulk(source, target)
+                    else:
+                        add_in_bulk(source, target)
+                else:
+                    add_in_bulk(source, target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.pipe.consumer_release(state)

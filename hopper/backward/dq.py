@@ -179,3 +179,16 @@ def add_in_bulk(source: cute.Tensor, target: cute.Tensor):
             Int32(4 * cute.size(source)),
         ],
     )
+
+
+@cute.jit
+def store_in_bulk(source: cute.Tensor, target: cute.Tensor):
+    """The same that writes over what is there."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[
+            target.iterator.toint(),
+            source.iterator.toint(),
+            Int32(4 * cute.size(source)),
+        ],
+    )

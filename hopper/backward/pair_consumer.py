@@ -45,6 +45,17 @@ class PairFragments(NamedTuple):
     other_k_t: cute.Tensor
 
 
+def add_or_store(address: Int64, part: list, adds: Int32) -> None:
+    """Add four float32 to as many in global memory, or where ``adds`` is negative store them. Without a branch, beside
+    which ptxas would let no products be in flight."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred stores; setp.lt.s32 stores, {$r5}, 0;"
+        " @stores st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+        " @!stores red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}; }",
+        read_only_args=[address, *part, adds],
+    )
+
+
 class PairConsumer(LoopInvariant):
     """What both warpgroups do: their columns of dV of a block, and of dK and dQ of the block before.
 
@@ -121,13 +132,20 @@ class PairConsumer(LoopInvariant):
         )
         for turns in self.turns:
             turns.consumer_wait(state_of(1, block))
+        adds = tile
+        if const_expr(self.config.stores_first):
+            tile = tile ^ (tile >> 31)
         first = self.mdQ[None, tile].iterator.toint() + Int64(self.thread * (4 * WORDS_PER_STORE))
         for i in cutlass.range_constexpr(cute.size(words, mode=[1])):
             address = first + i * (4 * WORDS_PER_STORE * WARPGROUP_THREADS)
-            cute.arch.inline_ptx(
-                "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[address, *(words[e, i] for e in range(WORDS_PER_STORE))],
-            )
+            part = [words[e, i] for e in range(WORDS_PER_STORE)]
+            if const_expr(self.config.stores_first):
+                add_or_store(address, part, adds)
+            else:
+                cute.arch.inline_ptx(
+                    "red.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[address, *part],
+                )
         for turns in self.turns:
             cute.arch.sync_warp()
             with cute.arch.elect_one():

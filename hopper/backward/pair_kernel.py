@@ -207,7 +207,7 @@ class PairedBackwardKernel:
         x, head_kv, batch = cute.arch.block_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         window = window_of(c.causal, sides)
-        queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks)
+        queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks, c.stores_first)
 
         shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes, lists
         if const_expr(c.has_sections):

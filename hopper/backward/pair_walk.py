@@ -7,6 +7,7 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
 
+from cute_kernels.integers import minimum
 from cute_kernels.key_mask import KeyMask
 from cute_kernels.key_score_tile import KeyRules
 from cute_kernels.query_range import ListedQueries, QueryRange, Visit
@@ -86,6 +87,14 @@ def turn_of(problem: Problem, m_block: Int32) -> Int32:
     return p.queries.turn(p.pair, m_block, p.pairs, p.seqlens)
 
 
+def sums_of(problem: Problem, m_block: Int32, tile: Int32) -> Int32:
+    """Query tile ``tile``, whose number in its head is ``m_block``, as ``PairConsumer`` is told of it: its complement
+    where this pair is the first to visit it and stores its part of dQ."""
+    if not problem.queries.is_covered:
+        return tile
+    return tile ^ (minimum(turn_of(problem, m_block), 1) - 1)
+
+
 @cute.jit
 def load_range(producer: PairProducer, problem: Problem):
     """Issue the loads of the keys, and of the query tiles of all heads."""
@@ -153,7 +162,7 @@ def walk_range(consumer: PairConsumer, rules: KeyRules, mask: KeyMask, problem: 
     first_head = p.first_head
     scores = rules.for_head(mask, first_head, p.seqlens.batch)
     consumer.block(scores, m_begin, Int32(0), Int32(0), True, True)
-    tile_before = first_tile + m_begin
+    tile_before = sums_of(p, m_begin, first_tile + m_begin)
     for i in cutlass.range(p.heads_per_kv_head, unroll=1):
         tile, block = first_tile + i * tiles, i * blocks - m_begin
         scores = rules.for_head(mask, first_head + i, p.seqlens.batch)
@@ -161,17 +170,17 @@ def walk_range(consumer: PairConsumer, rules: KeyRules, mask: KeyMask, problem: 
         middle = cutlass.max(first, visit.unmasked)
         for m_block in cutlass.range(first, middle, unroll=1):
             consumer.block(scores, m_block, block + m_block, tile_before, True, False)
-            tile_before = tile + m_block
+            tile_before = sums_of(p, m_block, tile + m_block)
         left_masked = (
             cutlass.max(middle, visit.left_masked) if const_expr(p.queries.window.has_left) else m_end
         )
         for m_block in cutlass.range(middle, left_masked, unroll=1):
             consumer.block(scores, m_block, block + m_block, tile_before, False, False)
-            tile_before = tile + m_block
+            tile_before = sums_of(p, m_block, tile + m_block)
         if const_expr(p.queries.window.has_left):
             for m_block in cutlass.range(left_masked, m_end, unroll=1):
                 consumer.block(scores, m_block, block + m_block, tile_before, True, False)
-                tile_before = tile + m_block
+                tile_before = sums_of(p, m_block, tile + m_block)
     consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before)
 
 

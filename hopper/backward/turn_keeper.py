@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.pipeline import PipelineAsync
 
-from cute_kernels.backward.turns import count_up, wait_for_count
+from cute_kernels.backward.turns import count_up_for_all, wait_for_count
 from cute_kernels.invariant import LoopInvariant
 from hopper.backward.exchange import state_of
 
@@ -30,5 +30,4 @@ class TurnKeeper(LoopInvariant):
             self.pipe.producer_commit(state_of(1, block, is_producer=True))
             self.pipe.producer_acquire(state_of(1, block + 1, is_producer=True))
             # The additions are other warps'; they are seen before the count by whoever sees that.
-            cute.arch.fence_acq_rel_gpu()
-            count_up(place, turn)
+            count_up_for_all(place, turn)

@@ -49,7 +49,7 @@ class BackwardWork(LoopInvariant):
     @property
     def queries(self) -> QueryRange:
         c = self.config
-        return QueryRange(c.tile_m, c.tile_n, self.window, c.least_blocks)
+        return QueryRange(c.tile_m, c.tile_n, self.window, c.least_blocks, c.stores_first)
 
     def coordinates(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
         """(n_block, head_kv, batch) of a tile number."""

@@ -12,7 +12,9 @@ from tests.hopper.ptx_text import address_of, operands_of
 
 def bulk(name: str, ops: list[str]) -> Step:
     if name.startswith("cp.reduce."):
-        return _add(ops)
+        return _to_global(ops, adds=True)
+    if name.startswith("cp.async.bulk.global.shared::cta."):
+        return _to_global(ops, adds=False)
     if name.startswith("cp.async.bulk.shared::cluster.shared::cta."):
         return _send(ops)
     assert ".tensor." in name, name
@@ -112,7 +114,7 @@ def _send(ops: list[str]) -> Step:
     return step
 
 
-def _add(ops: list[str]) -> Step:
+def _to_global(ops: list[str], adds: bool) -> Step:
     def step(warp: Warp, mask: np.ndarray) -> None:
         lane = int(np.flatnonzero(mask)[0])
         assert mask.sum() == 1
@@ -122,10 +124,11 @@ def _add(ops: list[str]) -> Step:
         size = int(warp.get(ops[2], np.uint32)[lane])
         assert start % 16 == 0 and from_ % 16 == 0 and start + size <= len(data)
 
-        def add() -> None:
+        def copy() -> None:
             part = warp.cta.read_async(np.arange(from_, from_ + size)).view(np.float32)
-            data[start : start + size].view(np.float32)[:] += part
+            target = data[start : start + size].view(np.float32)
+            target[:] = target + part if adds else part
 
-        warp.groups["bulk"].start(add)
+        warp.groups["bulk"].start(copy)
 
     return step

@@ -239,7 +239,8 @@ def test_sizes_of_a_pair():
 def test_the_order_of_dq_is_a_config_of_its_own():
     for head_dim in (64, 96, 128, 192, 256):
         config = select_backward_config("bfloat16", head_dim, head_dim, True, ordered=True)
-        assert config == replace(select_backward_config("bfloat16", head_dim, head_dim, True), ordered=True)
+        changes = {"ordered": True, "stores_first": True}
+        assert config == replace(select_backward_config("bfloat16", head_dim, head_dim, True), **changes)
         assert config.counts_per_tile == (4 if head_dim > 128 else 1)
         with pytest.raises(ValueError, match=r"stages is 3, allowed: 2$"):
             validate_backward_config(replace(config, stages=3))

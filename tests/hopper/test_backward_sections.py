@@ -50,6 +50,8 @@ def test_key_tiles_wait_for_those_alone_that_were_claimed_before(
         for m_block in range(visit.begin, visit.end):
             assert work.turn(n_block, m_block, b) == added[m_block, head, b]
             added[m_block, head, b] += 1
+    # So the first of each stores, and no sum is read that nobody wrote.
+    assert config.stores_first and len(added) == m_end * heads[1] * batch
 
 
 def test_key_tiles_of_a_head_begin_apart() -> None:

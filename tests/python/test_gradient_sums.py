@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hopper.backward.config import select_backward_config
 from hopper_attention.device_memory import Piece
+from hopper_attention.launch import backward
 from hopper_attention.launch.backward import BackwardLauncher, DqTile
 from hopper_attention.launch.gradient_sums import GradientSums
 from hopper_attention.masks import MaskSpec
@@ -27,6 +29,10 @@ class Adding:
     def __init__(self) -> None:
         self.cleared: list[tuple[int, ...]] = []
         self.finished = torch.empty(0)
+
+    @property
+    def adding(self) -> Adding:
+        return self
 
     def prepare(self, *arguments: Tensor) -> None:
         *_, lse_log2, delta, sums = arguments
@@ -73,3 +79,20 @@ def test_sums_are_cleared_once_and_whole(batch: int, monkeypatch: pytest.MonkeyP
     expected[last] += 1
     expected[:, :, 1:] += 1
     assert torch.equal(adding.finished, expected)
+
+
+def test_sums_of_several_launches_are_added_to_by_a_kernel_that_stores_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    configs: list[object] = []
+    monkeypatch.setattr(backward.compile_cache, "get_backward", lambda config: configs.append(config))
+    monkeypatch.setattr(backward, "count_ctas", lambda index: 132)
+    config = select_backward_config("bfloat16", 64, 64, True, ordered=True)
+    launcher = backward.BackwardLauncher(0, config, print, (132,), print, print)
+    adding = launcher.adding
+    assert config.stores_first and not adding.config.stores_first
+    assert adding.adding is adding and adding.finish is launcher.finish and adding.dq_tile == launcher.dq_tile
+    assert [x.name for x in configs] == [  # type: ignore[attr-defined]
+        "hopper_bwd_prepare_bf16_d64_m128n128",
+        "hopper_bwd_bf16_d64_causal_m128n128s2_r240_24_ordered",
+    ]

@@ -103,6 +103,11 @@ class AmpereBackwardConfig:
         return False
 
     @property
+    def stores_first(self) -> bool:
+        """Whether the first key tile of a query tile stores its part of dQ."""
+        return False
+
+    @property
     def few_keys(self) -> bool:
         """Its kernels find no delta."""
         return False

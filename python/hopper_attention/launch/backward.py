@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -228,6 +228,15 @@ class BackwardLauncher(PreparedLauncher):
         counter = self._counter(work.tensors[2])
         self._start((q, k, v, dout), (*work.arguments, dk, dv), counter, softmax_scale, options)
         self.finish(work.arguments[2], dq, softmax_scale)
+
+    @cached_property
+    def adding(self) -> BackwardLauncher:
+        """The same of a kernel that only adds to sums, for those that several launches add to."""
+        if not isinstance(self.config, BackwardConfig) or not self.config.stores_first:
+            return self
+        config = replace(self.config, stores_first=False)
+        prepare = compile_cache.get_backward(BackwardStep("prepare", config))
+        return BackwardLauncher(*_find_parts(config, self.device_index), prepare, self.finish)
 
     def start(
         self,

@@ -29,6 +29,7 @@ class GradientSums:
     ) -> None:
         """Of q (batch, rows, heads, head_dim), out and dout (batch, rows, heads, head_dim_v), lse and dlse float32
         (batch, heads, rows), as for ``run_backward``. ``launcher`` is that of any part: all share ``dq_tile``."""
+        launcher = launcher.adding
         self.q, self.dout, out = map(make_addressable, (q, dout, out))
         self.finish_with = launcher
         # Of this pass alone: memory that launches share is filled anew by each.
@@ -66,7 +67,7 @@ class GradientSums:
         window = mask.sides if mask.has_window else ()
         inputs = q, make_addressable(k), make_addressable(v), dout
         with torch.cuda.device(launcher.device_index):
-            launcher.start(inputs, (*work, dk, dv), softmax_scale, window)
+            launcher.adding.start(inputs, (*work, dk, dv), softmax_scale, window)
 
     def take(self, other: GradientSums, part: tuple[slice, slice], first_row: int) -> bool:
         """Add the sums of some entries of the batch and heads, of rows that begin at ``first_row`` of these, if they
