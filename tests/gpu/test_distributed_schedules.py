@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hopper_attention import flash_attn_func
 from hopper_attention.distributed import ring, ring_backward
+from hopper_attention.distributed import schedule as schedules
 from hopper_attention.distributed.attend import Call, Saved
 from hopper_attention.distributed.exchange import Message, Ranks, Transfer
 from hopper_attention.distributed.layout import shard, unshard
@@ -32,7 +33,7 @@ PROBLEMS = {
     "full": Problem(WORLD, SEQLEN, SEQLEN, "contiguous"),
     "window": Problem(WORLD, SEQLEN, SEQLEN, "contiguous", 600, 100),
 }
-SCHEDULES = [Schedule(n, at_once) for at_once in (False, True) for n in (1, 2)]
+SCHEDULES = [Schedule(n, at_once) for at_once in (False, True) for n in (1, 2, 4)]
 
 Sent = tuple[tuple[Tensor, ...], Event]
 
@@ -100,8 +101,10 @@ def test_ranks_in_threads_are_as_exact_as_one_call(
     p, call, post = PROBLEMS[name], Call(128**-0.5), Post()
     for module in (ring, ring_backward):
         monkeypatch.setattr(module, "exchange", post.exchange)
+    # Short shards too have some of their own work beside a call, on another stream.
+    monkeypatch.setattr(schedules, "FULL_ROWS", SEQLEN // WORLD)
     torch.manual_seed(3)
-    whole = [torch.randn(1, SEQLEN, h, 128, device=DEVICE, dtype=torch.bfloat16) for h in (4, 2, 2, 4)]
+    whole = [torch.randn(1, SEQLEN, h, 128, device=DEVICE, dtype=torch.bfloat16) for h in (8, 4, 4, 8)]
     with ThreadPoolExecutor(WORLD) as pool:
         asked = [pool.submit(both, p, call, whole, rank, schedule) for rank in range(WORLD)]
         of_ranks = [each.result() for each in asked]

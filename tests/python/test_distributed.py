@@ -154,9 +154,9 @@ def test_all_gather_is_attention_of_the_whole_forward_and_backward(pool: Pool) -
 @pytest.mark.parametrize(
     ("case", "launches"),
     [
-        (Case(2, "ring", CAUSAL), [4, 3]),
+        (Case(2, "ring", CAUSAL), [3, 3]),
         # Half the rows of a rank are whole tiles, whose sums of dQ go into those of all.
-        (Case(2, "ring", CAUSAL, batch=1, seqlen=512, seqlen_k=512), [4, 3]),
+        (Case(2, "ring", CAUSAL, batch=1, seqlen=512, seqlen_k=512), [3, 3]),
         (Case(4, "ring", CAUSAL, batch=1, has_sinks=True, heads=(6, 2)), [3, 4, 4, 3]),
         (Case(3, "ring", batch=3), [4, 4, 4]),
         (Case(2, "all_gather", CAUSAL), [4, 2]),
@@ -174,12 +174,27 @@ def test_kernels_add_dq_of_all_shards_to_the_same_sums(pool: Pool, case: Case, l
     ("case", "schedule", "launches"),
     [
         (Case(4, "ring", CAUSAL, batch=1), Schedule(), [5, 5, 5, 5]),
-        (Case(4, "ring", CAUSAL), Schedule(2), [10, 10, 10, 10]),
+        (Case(4, "ring", CAUSAL), Schedule(2), [8, 8, 8, 8]),
         (Case(4, "ring", CAUSAL, batch=1), Schedule(2, at_once=True), [4, 6, 6, 4]),
         # Whole tiles: sums of half of the rows go into those of all, which are there earlier or later.
         (Case(2, "ring", CAUSAL, batch=1, seqlen=512, seqlen_k=512), Schedule(2), [4, 4]),
+        (
+            Case(2, "ring", CAUSAL, batch=1, seqlen=512, seqlen_k=512, heads=(8, 4)),
+            Schedule(halves=True),
+            [6, 5],
+        ),
+        (Case(2, "ring", CAUSAL, batch=1, heads=(8, 4)), Schedule(4, halves=True), [8, 8]),
+        (Case(2, "ring", CAUSAL, batch=4), Schedule(halves=True), [6, 5]),
     ],
-    ids=["one by one", "in parts", "at once in parts", "whole tiles"],
+    ids=[
+        "one by one",
+        "in parts",
+        "at once in parts",
+        "whole tiles",
+        "halves",
+        "halves in parts",
+        "halves of batches",
+    ],
 )
 def test_kernels_add_to_sums_by_any_schedule(
     pool: Pool, case: Case, schedule: Schedule, launches: list[int]

@@ -234,14 +234,27 @@ def test_heads_go_in_parts_where_memory_asks_for_it(
     assert fp8_parts(problem, sizes) == fp8
 
 
-def test_all_of_a_shard_is_shared_out_and_alike_on_ranks_of_more_calls() -> None:
+@pytest.mark.parametrize("keys", [256, 1 << 14, 1 << 16, 1 << 20])
+def test_all_of_a_shard_is_shared_out_and_alike_on_ranks_of_more_calls(keys: int) -> None:
     for units, calls, pieces, first, last in product(range(1, 33), (1, 2, 3), (1, 2), *[(False, True)] * 2):
-        shares = share_own(units, calls, pieces, first, last)
+        shares = share_own(units, keys, calls, pieces, first, last)
         assert sum(shares.all) == units and 0 not in shares.all
-        assert len(shares.beside) <= calls and len(shares.early) <= 1 and len(shares.late) <= pieces
+        assert len(shares.beside) <= calls and len(shares.late) <= pieces
         # Something hides the first keys and the last gradients, where there are two units.
-        assert bool(shares.early) == first and (shares.late or not last or units < 2 or not calls)
-        assert len(shares.late) == len(share_own(units, 1, pieces, first, last).late)
+        assert len(shares.early) == first and (shares.late or not last or units < 2)
+        # Gradients of K and V go apart on all ranks or on none.
+        assert len(shares.late) == len(share_own(units, keys, 1, pieces, first, last).late)
+        if first and last:
+            assert (len(shares.late) == pieces) == (units > pieces)
+
+
+def test_what_is_beside_a_call_is_long_itself() -> None:
+    assert share_own(16, 1 << 16, 1, 2, is_first=True, is_last=True) == ((7,), (2,), (3, 4))
+    assert share_own(16, 1 << 16, 2, 2, is_first=True, is_last=True) == ((6,), (2, 2), (3, 3))
+    assert share_own(16, 1 << 14, 1, 1, is_first=True, is_last=True) == ((8,), (), (8,))
+    assert share_own(1, 1 << 14, 1, 1, is_first=False, is_last=False) == ((), (1,), ())
+    assert share_own(4, 1 << 15, 3, 1, is_first=False, is_last=False) == ((), (4,), ())
+    assert share_own(4, 1 << 16, 1, 1, is_first=True, is_last=False) == ((2,), (2,), ())
 
 
 @pytest.mark.parametrize("heads", [(16, 16), (32, 8)])
@@ -256,7 +269,8 @@ def test_two_ranks_hold_what_is_reckoned_with_by_any_schedule(
         ranks, saved = Ranks(None, rank, 2), Saved(q, out, lse, dout, None)  # type: ignore[arg-type]  # no message is sent
         with LiveBytes() as memory:
             memory.forget(q, k, v, out, dout, lse)
-            ring_backward.scheduled_backward(ranks, problem, CALL, saved, (k, v), schedule=Schedule(parts))
+            schedule = Schedule(parts, halves=True)
+            ring_backward.scheduled_backward(ranks, problem, CALL, saved, (k, v), schedule=schedule)
         held = memory.peak - sizes.out - sizes.shard
         assert held <= backward_bytes(problem, sizes, parts) + sizes.out // 16, (parts, rank)
 

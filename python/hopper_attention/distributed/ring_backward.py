@@ -35,7 +35,7 @@ from hopper_attention.distributed.schedule import (
     backward_schedule,
     share_own,
 )
-from hopper_attention.distributed.steps import Share, Step, distances_of, own_step, steps_of
+from hopper_attention.distributed.steps import Share, Step, own_step, steps_of
 from hopper_attention.reference.tiles import Span
 
 
@@ -50,8 +50,7 @@ def scheduled_backward(
 ) -> Gradients:
     """``ring_backward`` by a schedule, the same on all ranks."""
     others = steps_of(problem, ranks.rank, schedule.at_once, by_key=True)
-    shards = len(distances_of(problem))
-    work = _Work(saved, own, call, own_step(problem, ranks.rank), others, schedule.parts, shards)
+    work = _Work(saved, own, call, own_step(problem, ranks.rank), others, schedule)
     _BackwardRing(ranks, work).run()
     return work.dq[0], work.dk, work.dv
 
@@ -62,7 +61,7 @@ class _Work:
     Attributes:
         parts: of the heads, in the order in which they are done.
         others: steps for the keys of other ranks, which each part makes.
-        shards: of other ranks, the same on all ranks.
+        schedule: the same on all ranks.
         dq: of all heads, when there is some; dk and dv are there from the beginning.
     """
 
@@ -73,16 +72,15 @@ class _Work:
         call: Call,
         local: Step,
         others: tuple[Step, ...],
-        count: int,
-        shards: int,
+        schedule: Schedule,
     ) -> None:
         self.saved = saved
         self.own = own
         self.call = call
         self.local = local
         self.others = others
-        self.shards = shards
-        self.parts = parts_of_heads(saved.q, own[0], count)
+        self.schedule = schedule
+        self.parts = parts_of_heads(saved.q, own[0], schedule.parts)
         self.dk, self.dv = (x.new_empty(x.shape) for x in own)
         self.dq: list[Tensor] = []
 
@@ -119,19 +117,17 @@ class _Lane:
         self._differentiate_own(parts[:early])
 
     def _calls_of(self, step: Step) -> list[Part]:
-        """Where there is one other shard, sums of dQ of some rows, beside those of all, are of half of the heads."""
         own_rows = self.work.saved.q.shape[1]
         has_all_rows = all(length(group.rows) == own_rows for group in step.groups)
-        is_one_call = has_all_rows or len(step.groups) > 1 or self.work.shards > 1
-        return [EVERYTHING] if is_one_call else self.halves
+        return self.halves if self.work.schedule.halves and not has_all_rows else [EVERYTHING]
 
     def _share_own(self, calls: list[tuple[Step, Part]], is_first: bool, is_last: bool) -> OwnShares:
-        units = units_of_work(self.own[0])
+        k, schedule = self.own[0], self.work.schedule
+        units = units_of_work(k)
         if not calls:
             return OwnShares((units,), (), ())
-        # Where short shards come at once a launch more costs as much as it would gain.
-        long = sum(len(step.takes) < 2 for step, _ in calls)
-        return share_own(units, long, 2 if self.work.shards == 1 else 1, is_first, is_last)
+        keys = k.shape[1] * (k.shape[2] if k.shape[0] > 1 else 1)
+        return share_own(units, keys, len(calls), 2 if schedule.halves else 1, is_first, is_last)
 
     def gradients_of(self, step: Step, pair: Pair) -> Pair:
         """Those of the keys that a step took, as they travel: in the dtype of the keys, and where these were."""

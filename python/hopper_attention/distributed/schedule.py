@@ -8,7 +8,7 @@ each.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -35,6 +35,9 @@ calls on all heads have shorter tails beside their work."""
 
 FEW_MERGES = 8
 """Ranks up to which a forward pass in e4m3 keeps sums in 16 bits, one rounding more for each."""
+
+UNITS_OF_PIECES = 3
+"""Of a shard, from which on some are done early, and two pieces late."""
 
 SHARDS_AT_A_TIME = 2
 """Of K and V in a ring: the one at work and the one on its way."""
@@ -87,10 +90,13 @@ class Schedule:
     Attributes:
         parts: of the heads, one after the other.
         at_once: whether the shards of all other ranks come together.
+        halves: whether a backward pass with one other shard has sums of dQ of some rows for half of the heads at a
+            time, and sends the last gradients of K and of V apart: less memory and more launches.
     """
 
     parts: int = 1
     at_once: bool = False
+    halves: bool = False
 
 
 class OwnShares(NamedTuple):
@@ -106,19 +112,20 @@ class OwnShares(NamedTuple):
         return self.early + self.beside + self.late
 
 
-def share_own(units: int, calls: int, pieces: int, is_first: bool, is_last: bool) -> OwnShares:
-    """Of a part of the heads that makes ``calls`` calls for the keys of others, beside which there may be more.
+def share_own(units: int, keys: int, calls: int, pieces: int, is_first: bool, is_last: bool) -> OwnShares:
+    """Of a part of the heads, whose units have so many keys, that makes ``calls`` calls for the keys of others.
 
-    Each of these has tiles of one length, and leaves SMs idle at its end: there a little of the own shard is done. More
-    of it is done while the first keys come, before the first part of all, and while the last gradients go, in so many
-    pieces, behind the last part. Ranks whose calls differ have as many pieces.
+    Each of these has tiles of one length, and leaves SMs idle at its end: there some of the own shard is done, with at
+    least FULL_ROWS keys, as it ends itself. More of it is done while the first keys come, before the first part of all,
+    and while the last gradients go, in so many pieces, behind the last part.
     """
     if not is_first and not is_last:
-        return OwnShares((), _even(units, calls), ()) if calls else OwnShares((units,), (), ())
-    few = min(max(1, units // 8) * calls, units // (4 if is_first and is_last else 2))
-    rest = units - few
+        return OwnShares((), _even(units, min(calls, max(1, units * keys // FULL_ROWS))), ())
+    few, most = -(-FULL_ROWS // keys), units // (4 if is_first and is_last else 2)
+    beside = (few,) * min(calls, most // few)
+    rest = units - sum(beside)
     early = max(1, rest // 2) if is_first and is_last else rest * is_first
-    return OwnShares((early,) * is_first, _even(few, calls), _even(rest - early, pieces))
+    return OwnShares((early,) * is_first, beside, _even(rest - early, pieces))
 
 
 def _even(units: int, count: int) -> tuple[int, ...]:
@@ -166,7 +173,7 @@ def _backward_bytes_of_two(problem: Problem, sizes: RowBytes) -> int:
     """
     units = sizes.batch if sizes.batch > 1 else sizes.kv_heads
     # Gradients of K and of V come back apart if there are two pieces of work to hide them.
-    pieces = max(1, len(share_own(units, 1, 2, is_first=True, is_last=True).late))
+    pieces = 2 if units >= UNITS_OF_PIECES else 1
     held = []
     for rank in range(problem.world):
         (step,) = steps_of(problem, rank)
@@ -196,7 +203,9 @@ def forward_schedule(problem: Problem, sizes: RowBytes, is_least: bool = False) 
 @lru_cache(maxsize=REMEMBERED)
 def backward_schedule(problem: Problem, sizes: RowBytes, is_least: bool = False) -> Schedule:
     """As ``forward_schedule``, by what a backward pass holds."""
-    return _schedule(problem, sizes, backward_bytes, is_least)
+    schedule = _schedule(problem, sizes, backward_bytes, is_least)
+    has_one_shard = problem.sees_all and len(distances_of(problem)) == 1
+    return replace(schedule, halves=has_one_shard and (is_least or not _is_small(sizes)))
 
 
 @lru_cache(maxsize=REMEMBERED)
@@ -230,10 +239,13 @@ def _schedule(
     return Schedule(parts)
 
 
+def _is_small(sizes: RowBytes) -> bool:
+    return sizes.out + SHARDS_AT_A_TIME * sizes.shard < LARGE_BYTES
+
+
 def _fewest(problem: Problem, sizes: RowBytes, held: Callable[[int], int], is_least: bool) -> int:
     """Parts that hold no more than two shards, or the most there can be; ``held`` is of a number of parts."""
-    is_small = sizes.out + SHARDS_AT_A_TIME * sizes.shard < LARGE_BYTES
-    if not distances_of(problem) or (is_small and not is_least):
+    if not distances_of(problem) or (_is_small(sizes) and not is_least):
         return 1
     numbers, aim = sizes.count_parts(is_least), SHARDS_AT_A_TIME * sizes.shard
     return next((n for n in numbers if held(n) <= aim), numbers[-1])
