@@ -105,9 +105,9 @@ def test_half_of_the_first_block_where_a_warpgroup_sees_no_more(
 
 
 def test_two_warpgroups_that_walk_apart() -> None:
-    """O is staged in V's memory, where they meet."""
+    """O leaves from registers, so that they meet nowhere."""
     config = select_forward_config("bfloat16", 256, 256, True, 1024)
-    assert config.walks_apart and config.consumers == 2 and config.o_shares_v
+    assert config.walks_apart and config.consumers == 2 and config.o_from_registers
     q, k, v = draw(torch.bfloat16, (140, 200), (2, 1), 256)
     out, lse = forward_on_numpy(config, q, k, v, 0.0625, 2, LATE)
     check(out[0], lse[0], exact_attention(q[0], k[0], v[0], (None, 0)))

@@ -71,7 +71,7 @@ def test_sums_are_cleared_once_and_whole(batch: int, monkeypatch: pytest.MonkeyP
         launcher, q[:, 32:], out[:, 32:], torch.zeros(batch, HEADS, ROWS - 32), dout[:, 32:], None
     )
     rest.add(launcher, (slice(0, batch), slice(0, HEADS)), (k, v, dk, dv), 0.125, MaskSpec(causal=False))
-    assert sums.take(rest, 32) and not sums.take(rest, 33)
+    assert sums.take(rest, everything, 32) and not sums.take(rest, everything, 33)
     sums.finish(torch.empty_like(q), 0.125)
 
     assert adding.cleared == [(batch, HEADS, 3, 2, 64), (batch, HEADS, 2, 2, 64)]
