@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.backward.config import select_backward_config
+from cute_kernels.backward.step import BackwardStep
+from hopper.backward.config import BackwardConfig, select_backward_config
 from hopper_attention.device_memory import Piece
 from hopper_attention.launch import backward
 from hopper_attention.launch.backward import BackwardLauncher, DqTile
@@ -84,7 +85,7 @@ def test_sums_are_cleared_once_and_whole(batch: int, monkeypatch: pytest.MonkeyP
 def test_sums_of_several_launches_are_added_to_by_a_kernel_that_stores_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    configs: list[object] = []
+    configs: list[BackwardConfig | BackwardStep] = []
     monkeypatch.setattr(backward.compile_cache, "get_backward", lambda config: configs.append(config))
     monkeypatch.setattr(backward, "count_ctas", lambda index: 132)
     config = select_backward_config("bfloat16", 64, 64, True, ordered=True)
@@ -92,7 +93,7 @@ def test_sums_of_several_launches_are_added_to_by_a_kernel_that_stores_none(
     adding = launcher.adding
     assert config.stores_first and not adding.config.stores_first
     assert adding.adding is adding and adding.finish is launcher.finish and adding.dq_tile == launcher.dq_tile
-    assert [x.name for x in configs] == [  # type: ignore[attr-defined]
+    assert [x.name for x in configs] == [
         "hopper_bwd_prepare_bf16_d64_m128n128",
         "hopper_bwd_bf16_d64_causal_m128n128s2_r240_24_ordered",
     ]
