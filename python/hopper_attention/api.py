@@ -276,7 +276,7 @@ def flash_attn_func(
     if two_level_accumulation is not False:
         checks.check_two_level_accumulation(two_level_accumulation)
     if exact_lse is not None:
-        exact_lse = checks.check_flag("exact_lse", exact_lse)
+        exact_lse = checks.check_exact_lse(exact_lse, return_attn_probs)
     if deterministic is not False:
         deterministic = checks.check_flag("deterministic", deterministic)
     if return_attn_probs is not False:

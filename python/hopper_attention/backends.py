@@ -94,9 +94,10 @@ def choose_backend(
         return asked_for_torch(target, unserved)
     blocked = {"hopper": why_not_hopper(target), "ampere": why_not_ampere(target)}
     if requested is not None and blocked[requested]:
-        allowed = "".join(f"{name!r}, " for name, reason in blocked.items() if not reason)
+        others = (blocked | {"torch": unserved}).items()
+        allowed = "".join(f"{name!r}, " for name, reason in others if not reason)
         raise ValueError(
-            f"backend is {requested!r}, but {blocked[requested]}; allowed here: {allowed}'torch', 'reference' or None"
+            f"backend is {requested!r}, but {blocked[requested]}; allowed here: {allowed}'reference' or None"
         )
     chosen = requested or next((name for name, reason in blocked.items() if not reason), "")
     if not chosen:

@@ -228,22 +228,22 @@ def check_two_level_accumulation(two_level_accumulation: Any) -> None:
         raise TypeError(f"two_level_accumulation is {two_level_accumulation!r}, allowed: True or False")
 
 
-def check_flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any, allowed: str = "True or False") -> bool:
     """``value`` as a bool: True, False, NumPy's of these, or 0 or 1."""
     if isinstance(value, (bool, torch.SymBool)):
         return bool(value)
     if type(value).__module__ == "numpy" and not getattr(value, "shape", ()):
         value = value.item()
     if not isinstance(value, int):
-        raise TypeError(f"{name} is a {type(value).__name__}, {value!r}, allowed: True or False")
+        raise TypeError(f"{name} is a {type(value).__name__}, {value!r}, allowed: {allowed}")
     if value not in (0, 1):
-        raise ValueError(f"{name} is {value}, allowed: True or False")
+        raise ValueError(f"{name} is {value}, allowed: {allowed}")
     return bool(value)
 
 
 def check_exact_lse(exact_lse: Any, returns_lse: bool) -> bool:
     """Whether the LSE of an FP8 call is to be exact. None leaves it to this rule: it is where the caller gets one."""
-    return returns_lse if exact_lse is None else check_flag("exact_lse", exact_lse)
+    return returns_lse if exact_lse is None else check_flag("exact_lse", exact_lse, "True, False or None")
 
 
 def check_descales(

@@ -199,7 +199,9 @@ def why_not_kernel(problem: Fp8AttentionProblem) -> str:
     if p.out_dtype not in DTYPE_NAMES:
         return f"the kernel writes float16 or bfloat16, not {p.out_dtype}"
     if p.head_dim % HEAD_DIM_STEP or p.head_dim_v % HEAD_DIM_STEP:
-        return f"head_dim {p.head_dim} and head_dim_v {p.head_dim_v} must be multiples of {HEAD_DIM_STEP}"
+        return (
+            f"head_dim {p.head_dim} and head_dim_v {p.head_dim_v} must be multiples of {HEAD_DIM_STEP} in FP8"
+        )
     if p.is_empty:
         return "the problem is empty"
     if p.block_v != p.block_k:

@@ -370,7 +370,11 @@ def test_problems_that_the_kernel_does_not_do_are_emulated() -> None:
         assert choose(quantize_qkv(*qkv(), quantization=Fp8Quantization(block_q=block_q))).backend == "hopper"
     odd_blocks = quantize_qkv(*qkv(), quantization=Fp8Quantization(block_k=48))
     for other, reason, dequantizable in (
-        (quantize_qkv(*qkv(head_dim=72)), "head_dim 72 and head_dim_v 72 must be multiples of 16", True),
+        (
+            quantize_qkv(*qkv(head_dim=72)),
+            "head_dim 72 and head_dim_v 72 must be multiples of 16 in FP8",
+            True,
+        ),
         (replace(parts, dtype=torch.float32), "not torch.float32", False),
         (odd_blocks, "block_k is 48, allowed at head_dim 64: multiples of", True),
         (quantize_qkv(*qkv(seqlen_k=0)), "the problem is empty", True),

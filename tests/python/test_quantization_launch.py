@@ -54,8 +54,8 @@ def test_the_kernel_serves_blocks_of_sixteen_bit_tensors_on_hopper() -> None:
     [
         (qkv(dtype=torch.float32), BLOCKS, "reads float16 and bfloat16, not torch.float32"),
         (qkv(), Fp8Quantization(granularity="head"), "granularity is 'head'"),
-        (qkv(head_dim=72), BLOCKS, "head_dim 72 and head_dim_v 64 must be multiples of 16"),
-        (qkv(head_dim_v=8), BLOCKS, "head_dim 64 and head_dim_v 8 must be multiples of 16"),
+        (qkv(head_dim=72), BLOCKS, "head_dim 72 and head_dim_v 64 must be multiples of 16 in FP8"),
+        (qkv(head_dim_v=8), BLOCKS, "head_dim 64 and head_dim_v 8 must be multiples of 16 in FP8"),
         (qkv(seqlens=(5, 0)), BLOCKS, "the problem is empty"),
         (qkv(), Fp8Quantization(block_k=48), "block_k is 48, allowed: multiples of 32"),
         (qkv(), Fp8Quantization(block_q=512), "block_q is 512, allowed: 1 or multiples of 32 from 32 to 256"),

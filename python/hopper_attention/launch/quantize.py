@@ -73,7 +73,7 @@ def why_not_of_this_kind(
     if granularity != "block":
         return f"granularity is {granularity!r}, and the fused kernel finds the scales of blocks"
     if head_dim % HEAD_DIM_STEP or head_dim_v % HEAD_DIM_STEP:
-        return f"head_dim {head_dim} and head_dim_v {head_dim_v} must be multiples of {HEAD_DIM_STEP}"
+        return f"head_dim {head_dim} and head_dim_v {head_dim_v} must be multiples of {HEAD_DIM_STEP} in FP8"
     try:
         select_quantize_config(dtype, head_dim, head_dim_v, longest_k, quantization)
     except ValueError as error:

@@ -240,6 +240,19 @@ def test_gradients_are_of_first_order_and_reverse_mode() -> None:
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(flash_attention, (q, k, v), (q, k, v))
 
+    def loss(q: jax.Array) -> jax.Array:
+        return (flash_attention(q, k, v).astype(jnp.float32) ** 2).sum()
+
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        jax.grad(lambda q: (jax.grad(loss)(q) ** 2).sum())(q)
+    # A forward pass that is made again is no derivative of one.
+    assert jnp.array_equal(jax.grad(jax.checkpoint(loss))(q), jax.grad(loss)(q))
+
+
+def test_a_gpu_that_is_not_there_is_said_without_what_jax_has_not() -> None:
+    with pytest.raises(ValueError, match="not an NVIDIA GPU; allowed here: 'reference' or None"):
+        flash_attention(*draw(), backend="hopper")
+
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no array": (

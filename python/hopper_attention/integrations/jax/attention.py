@@ -200,13 +200,13 @@ def _attend(call: Call, q: Array, k: Array, v: Array) -> Result:
 
 
 def _attend_and_save(call: Call, q: Array, k: Array, v: Array) -> tuple[Result, Arrays]:
-    out, lse = _forward(call)(q, k, v)
+    out, lse = _once(_forward(call))(q, k, v)
     return (out, lse), (q, k, v, out, lse)
 
 
 def _differentiate(call: Call, saved: Arrays, gradients: Result) -> Gradients:
     dout, dlse = gradients
-    return _backward(call)(*saved, dout, *([dlse] if call.returns_lse else []))
+    return _once(_backward(call))(*saved, dout, *([dlse] if call.returns_lse else []))
 
 
 _attend.defvjp(_attend_and_save, _differentiate)
@@ -236,6 +236,19 @@ def _backward(call: Call) -> Callable[..., Gradients]:
         return kernels.differentiate(call, q, k, v, *saved)
 
     return batched(run)
+
+
+def _once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which is of a gradient, with a message for who differentiates that too."""
+    shielded = jax.custom_vjp(function)
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(
+            "flash_attention has no second derivative; use jax.nn.dot_product_attention, which has one"
+        )
+
+    shielded.defvjp(refuse, refuse)
+    return shielded
 
 
 def batched(function: Callable[..., Any]) -> Callable[..., Any]:

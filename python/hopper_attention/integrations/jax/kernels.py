@@ -66,7 +66,7 @@ def attend(call: Call, q: Array, k: Array, v: Array) -> Result:
     if gpu is None:
         _check_requested(call.backend)
         return by_formula(q, k, v)
-    choice = choose_backend(gpu.target, TORCH_DTYPES[q.dtype.name], call.backend)
+    choice = _choose(gpu.target, TORCH_DTYPES[q.dtype.name], call.backend)
     if _is_formula(choice):
         return by_formula(q, k, v)
     of_q, of_k, of_v = (_spec_of(x) for x in (q, k, v))
@@ -107,7 +107,12 @@ def differentiate(
 def _check_requested(backend: str | None) -> None:
     """Raise ValueError for a kernel where there is no GPU."""
     if backend is not None:
-        choose_backend(Target(jax.default_backend()), torch.float16, backend)
+        _choose(Target(jax.default_backend()), torch.float16, backend)
+
+
+def _choose(target: Target, dtype: torch.dtype, backend: str | None) -> Choice:
+    """``choose_backend`` for JAX, where nobody may ask for "torch"."""
+    return choose_backend(target, dtype, backend, "JAX is not PyTorch" if backend else "")
 
 
 def _is_formula(choice: Choice) -> bool:
