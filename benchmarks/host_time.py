@@ -38,7 +38,7 @@ from hopper_attention import (
 )
 from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
 from hopper_attention.experiments.bench.run import describe_place
-from hopper_attention.experiments.bench.timing import order_of_round
+from hopper_attention.experiments.bench.timing import BALANCED, order_of_round
 from hopper_attention.experiments.calls import HOST_KIND
 from hopper_attention.experiments.reports import dump_figures, load_figures, rounded, write_text
 
@@ -194,7 +194,7 @@ def main(arguments: list[str]) -> int:
             f"{options.rounds} rounds in turns of {options.calls} calls, which are queued while the GPU works"
         )
         us = {name: [[median, min(samples[name])]] for name, median in medians.items()}
-        report = {**head, "cores": os.cpu_count(), "method": method, "us": us}
+        report = {**head, "cores": os.cpu_count(), "method": method, "order": BALANCED, "us": us}
         write_text(options.out, dump_figures(with_earlier(report, options.out)))
     return 0
 

@@ -35,7 +35,13 @@ from hopper_attention.experiments.bench.run import (
     ignore_progress,
 )
 from hopper_attention.experiments.bench.spec import Problem, parse_problem
-from hopper_attention.experiments.bench.timing import Launch, Stopwatch, order_of_round, stopwatch_for
+from hopper_attention.experiments.bench.timing import (
+    BALANCED,
+    Launch,
+    Stopwatch,
+    order_of_round,
+    stopwatch_for,
+)
 
 KIND = "latency"
 PROBLEM = Problem("bfloat16", 1, 128, 128, 2, 2, 128, 128, causal=False)
@@ -248,6 +254,7 @@ def run_latency(
     figures: dict[str, Any] = {
         **describe_run(KIND, infos, setting, commit),
         "problem": problems[0].name,
+        "order": BALANCED,
         "host_us": {},
         "first_call_s": {},
         "small": [],
