@@ -22,11 +22,11 @@ class SummingKernels(StandIns):
     """dQ lies in the sums row by row, in whole query tiles."""
 
     def kernel(self, config: KernelConfig, *arguments: Any) -> None:
-        *inputs, sums, dk, dv, counter, scale, ctas = arguments
+        (*inputs, sums, dk, dv), of_call = arguments[:9], arguments[9:]
         k, v = inputs[1:3]
         # What is written may lie where K and V are.
         of_keys = torch.empty_like(dk), torch.empty_like(dv)
-        super().kernel(config, *inputs, torch.zeros_like(sums), *of_keys, counter, scale, ctas)
+        super().kernel(config, *inputs, torch.zeros_like(sums), *of_keys, *of_call)
         rows = self.dq.transpose(1, 2)
         short = sums.shape[2] * config.tile_m - rows.shape[2]
         sums += pad(rows, (0, config.head_dim - rows.shape[3], 0, short)).reshape(sums.shape)

@@ -15,6 +15,7 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.backward import step
 from cute_kernels.backward.step import BackwardStep
+from cute_kernels.window import NO_LIMIT
 from hopper.backward.config import BackwardConfig, shipped_backward_kernels
 from hopper_attention import (
     _kernels,
@@ -74,10 +75,11 @@ class StandIns:
         delta.zero_()[:, :, rows] = sums.masked_fill(hidden, 0.0)
 
     def kernel(self, config: KernelConfig, *arguments: Any) -> None:
-        q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, scale, *ctas = arguments
+        q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, scale, *options = arguments
         self.passes.append(config)
         self.inputs.append((q, k, v, dout))
-        assert ctas == ([132] if config.is_persistent else [])
+        assert not config.is_persistent or options.pop() == 132
+        assert all(x is None for x in options[2:])
         counts = sums[..., 0, 0].numel() * config.counts_per_tile
         assert counter.dtype == torch.int32 and counter.shape == (2 + config.ordered * counts,)
         assert not counter.any()
@@ -89,9 +91,10 @@ class StandIns:
         q, dout, k, v = (x.float().transpose(1, 2) for x in (q, dout, k, v))
         k_all, v_all = (x.repeat_interleave(group, 1) for x in (k, v))
         scores = q @ k_all.mT * (scale * math.log2(math.e))
-        if config.causal:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
-            scores.masked_fill_(hidden, -math.inf)
+        distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None] - (k.shape[2] - q.shape[2])
+        left, right = options[:2] or (NO_LIMIT, NO_LIMIT)
+        hidden = (distance < -left) | (distance > (0 if config.causal else right))
+        scores.masked_fill_(hidden, -math.inf)
         p = torch.exp2(scores - lse_log2[:, :, rows, None])
         ds = p * (dout @ v_all.mT - delta[:, :, rows, None])
         self.dq = (ds @ k_all).transpose(1, 2)

@@ -185,6 +185,9 @@ def test_kernels_add_dq_of_all_shards_to_the_same_sums(pool: Pool, case: Case, l
         ),
         (Case(2, "ring", CAUSAL, batch=1, heads=(8, 4)), Schedule(4, halves=True), [8, 8]),
         (Case(2, "ring", CAUSAL, batch=4), Schedule(halves=True), [6, 5]),
+        # Chunks of 12: own keys are of half of the rows each, in two parts, and others' too, in one.
+        (Case(2, "ring", {"window_size": (12, 0)}), Schedule(), [5, 7]),
+        (Case(2, "ring", {"window_size": (-1, 12)}, batch=1, heads=(8, 4)), Schedule(halves=True), [12, 12]),
     ],
     ids=[
         "one by one",
@@ -194,6 +197,8 @@ def test_kernels_add_dq_of_all_shards_to_the_same_sums(pool: Pool, case: Case, l
         "halves",
         "halves in parts",
         "halves of batches",
+        "windows",
+        "halves of windows",
     ],
 )
 def test_kernels_add_to_sums_by_any_schedule(

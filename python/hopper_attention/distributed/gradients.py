@@ -164,7 +164,7 @@ class AddedGradients(RowGradients):
 
 
 class Place(NamedTuple):
-    """What sums are of: rows, and the first entry of the batch and head. Those of all rows are of everything."""
+    """What sums are of: rows, and the first entry of the batch and head."""
 
     rows: Span
     entry: int
@@ -190,21 +190,25 @@ class KernelGradients(RowGradients):
         # Kernels that take turns do so among themselves.
         self.may_overlap = saved.q.is_cuda and not any(x.config.ordered for x in launchers.values())
         self.whole = Place(Span(0, saved.q.shape[1]), 0, 0)
+        self.joined = {self.whole.rows} | _rows_of_unlike_parts(adds)
         self.uses = Counter(self._place_of(group, part) for group, part in adds)
         self.sums: dict[Place, tuple[Part, GradientSums]] = {}
         self.rounded: list[tuple[Span, Part, Tensor]] = []
 
+    def _kept(self, group: Group, part: Part) -> Part:
+        """What the sums are of to which a part of the work adds."""
+        return EVERYTHING if group.rows in self.joined else part
+
     def _place_of(self, group: Group, part: Part) -> Place:
-        return self.whole if group.rows == self.whole.rows else Place.of(group.rows, part)
+        return Place.of(group.rows, self._kept(group, part))
 
     def begin(self, groups: Sequence[Group], part: Part) -> None:
         for group in groups:
             self._sums_of(group, part)
 
     def _sums_of(self, group: Group, part: Part) -> GradientSums:
-        place = self._place_of(group, part)
+        place, kept = self._place_of(group, part), self._kept(group, part)
         if place not in self.sums:
-            kept = EVERYTHING if place == self.whole else part
             saved = self.saved if kept is EVERYTHING else self.saved.of_part(kept.batch, kept.heads)
             q, out, lse, dout, dlse = saved.of_rows(group.rows)
             self.sums[place] = kept, GradientSums(self.launchers[group], q, out, lse, dout, dlse)
@@ -213,7 +217,7 @@ class KernelGradients(RowGradients):
     def add(self, group: Group, part: Part, pair: Pair, into: Pair) -> None:
         sums, place = self._sums_of(group, part), self._place_of(group, part)
         # Sums of a part have its entries and heads alone.
-        batch, _, heads = part if place == self.whole else EVERYTHING
+        batch, _, heads = part if self._kept(group, part) is EVERYTHING else EVERYTHING
         sums.add(self.launchers[group], (batch, heads), (*pair, *into), self.scale, group.pieces[0].mask)
         self.uses[place] -= 1
 
@@ -242,6 +246,15 @@ class KernelGradients(RowGradients):
         for rows, part, x in self.rounded:
             dq[part.batch, rows.start : rows.stop, part.heads].add_(x)
         return dq
+
+
+def _rows_of_unlike_parts(adds: Sequence[Add]) -> set[Span]:
+    """Rows for which the work is shared out in two ways, as own keys are and others' are not: their sums are of
+    everything. Two ways have parts that begin alike and end elsewhere."""
+    ends: dict[Place, set[tuple[int | None, int | None]]] = {}
+    for group, part in adds:
+        ends.setdefault(Place.of(group.rows, part), set()).add((part.batch.stop, part.heads.stop))
+    return {place.rows for place, found in ends.items() if len(found) > 1}
 
 
 def row_gradients(saved: Saved, own: Pair, adds: Sequence[Add], call: Call) -> RowGradients:
