@@ -38,6 +38,7 @@ from hopper_attention import (
 )
 from hopper_attention.experiments.bench.latency import WARM_UP_CALLS, time_calls
 from hopper_attention.experiments.bench.run import describe_place
+from hopper_attention.experiments.bench.timing import BALANCED, order_of_round
 from hopper_attention.experiments.calls import HOST_KIND
 from hopper_attention.experiments.reports import dump_figures, load_figures, rounded, write_text
 
@@ -180,9 +181,9 @@ def main(arguments: list[str]) -> int:
         time_call(name, call, WARM_UP_CALLS)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     gc.disable()
-    for _ in range(options.rounds):
-        for name, call in calls.items():
-            samples[name].append(time_call(name, call, options.calls))
+    for number in range(options.rounds):
+        for name in order_of_round(list(calls), number):
+            samples[name].append(time_call(name, calls[name], options.calls))
     gc.enable()
     medians = {name: statistics.median(values) for name, values in samples.items()}
     for name, median in medians.items():
@@ -193,7 +194,7 @@ def main(arguments: list[str]) -> int:
             f"{options.rounds} rounds in turns of {options.calls} calls, which are queued while the GPU works"
         )
         us = {name: [[median, min(samples[name])]] for name, median in medians.items()}
-        report = {**head, "cores": os.cpu_count(), "method": method, "us": us}
+        report = {**head, "cores": os.cpu_count(), "method": method, "order": BALANCED, "us": us}
         write_text(options.out, dump_figures(with_earlier(report, options.out)))
     return 0
 

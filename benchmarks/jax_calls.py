@@ -42,6 +42,7 @@ import torch
 
 from hopper_attention import flash_attn_func
 from hopper_attention.experiments.bench.run import describe_place
+from hopper_attention.experiments.bench.timing import BALANCED, order_of_round
 from hopper_attention.experiments.calls import JAX_KIND
 from hopper_attention.experiments.reports import dump_figures, write_text
 from hopper_attention.integrations.jax import ffi, flash_attention, script
@@ -188,7 +189,8 @@ def measure(
     """Medians over rounds in which all take turns."""
     for peer in peers.values():
         peer.wait(peer.call())
-    found = [{name: measure_one(peer, calls) for name, peer in peers.items()} for _ in range(rounds)]
+    orders = [order_of_round(list(peers), number) for number in range(rounds)]
+    found = [{name: measure_one(peers[name], calls) for name in order} for order in orders]
     medians = {name: statistics.median(each[name] for each in found) for name in peers}
     ratios = {
         what: statistics.median(each[a] / each[b] for each in found)
@@ -209,7 +211,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     is_gpu = options.device == "cuda"
     place = describe_place(JAX_KIND, options.device, options.commit)
-    figures: dict[str, Any] = {**place, "jax": jax.__version__, "rounds": options.rounds}
+    figures: dict[str, Any] = {**place, "jax": jax.__version__, "rounds": options.rounds, "order": BALANCED}
     large = LARGE if is_gpu else SMALL
     register_empty_call(ffi.PLATFORM if is_gpu else "cpu")
     for what, make, shape, measure_one, calls in (

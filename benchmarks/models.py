@@ -54,6 +54,7 @@ from hopper_attention.experiments.bench.machine import ClockSampler, find_gauge
 from hopper_attention.experiments.bench.peers import Setting
 from hopper_attention.experiments.bench.results import relative_spread
 from hopper_attention.experiments.bench.run import describe_error, describe_run
+from hopper_attention.experiments.bench.timing import BALANCED, order_of_round
 from hopper_attention.experiments.reports import dump_rows, load_figures, write_text
 from hopper_attention.integrations.transformers import FP8_NAME, NAME
 
@@ -258,8 +259,7 @@ def measure(
     for number in range(workload.rounds):
         if number and time.perf_counter() - begin > seconds:
             break
-        first = number % len(order) if order else 0
-        for way in order[first:] + order[:first]:
+        for way in order_of_round(order, number):
             with rotating(way, models[way]):
                 taken[way].append(seconds_of(runs[way], device)[0])
     span = (begin, time.perf_counter())
@@ -387,6 +387,7 @@ METHOD = {
     "generate": "model.generate, greedy, static cache, prefill included; compiled as Transformers does by itself, "
     "generate_eager without",
     "timing": "median wall time over rounds in which all ways take turns, the GPU idle before and after",
+    "order": BALANCED,
     "attention": "time less that of a model whose attention is Q + K + V; FLOP 4*b*h*d for each query and key that it "
     "sees, in training 3.5 times that",
     "difference": "relative, of the loss or of logits against sdpa; of generate the share of other tokens",

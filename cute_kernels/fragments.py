@@ -106,8 +106,8 @@ def _store_four_words(address: Int64, words: list, offset: int) -> None:
 
 @cute.jit
 def store_octets(acc: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32):
-    """``store_quads`` of an accumulator whose columns lie as those of K or V do: the four lanes of a row exchange pairs
-    of 32 columns, so that each has eight neighbours."""
+    """``store_quads`` of an accumulator in the order of the tensor cores, which the head of this file has: the four
+    lanes of a row exchange pairs of 32 columns, so that each has eight neighbours. Rows end at a multiple of 8."""
     rows = as_rows(acc)
     is_odd, is_upper = lane % 2 == 1, lane % LANES_PER_ROW >= 2
     column = lane % LANES_PER_ROW * COLUMNS_PER_GROUP
@@ -130,7 +130,8 @@ def store_octets(acc: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32)
 
 @cute.jit
 def _transpose_words(words: list, is_odd: Boolean, is_upper: Boolean) -> list:
-    """Word i of lane l goes to lane i as its word l, among four lanes."""
+    """Word i of lane l goes to lane i as its word l, among four lanes: the 4 x 4 words are transposed in two steps,
+    between neighbours and then between pairs of them, and of each step a lane sends half of its words."""
     for is_second, offset, pairs in ((is_odd, 1, ((0, 1), (2, 3))), (is_upper, 2, ((0, 2), (1, 3)))):
         sent = [words[i] if is_second else words[j] for i, j in pairs]
         kept = [words[j] if is_second else words[i] for i, j in pairs]

@@ -272,7 +272,10 @@ class ForwardConfig:
 
     @property
     def o_shares_q(self) -> bool:
-        """Whether O is staged in Q's shared memory, because a buffer of its own would not fit, nor could V's serve."""
+        """Whether O is staged in Q's shared memory, because a buffer of its own would not fit, nor could V's serve.
+
+        O has one of five ways out: by a buffer of its own, by that of Q, of V (``o_shares_v``) or of V in rows
+        (``o_shares_rows``), or straight from registers (``o_from_registers``)."""
         has_place = self.o_shares_v or self.o_shares_rows or self.o_from_registers
         return self._o_needs_place and not has_place
 

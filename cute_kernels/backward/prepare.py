@@ -1,4 +1,4 @@
-"""Before the backward kernel: what it needs to know of each row, and zeros to add dQ to."""
+"""Before the backward kernel: what it needs to know of each row, and zeros to add dQ to where it needs some."""
 
 import math
 

@@ -18,8 +18,8 @@ def wait_for_count(place: cute.Pointer, count: Int32):
 
 @cute.jit
 def wait_for_turn(place: cute.Pointer, count: Int32):
-    """The same for a warp that may ask long before its turn comes: it pauses for some 100 ns between two questions,
-    each of which empties the L1 cache of the SM."""
+    """``wait_for_count`` for a warp that may ask long before its turn comes: it pauses for some 100 ns between two
+    questions, each of which empties the L1 cache of the SM."""
     seen = _read(place)
     while seen != count:
         cute.arch.inline_ptx("nanosleep.u32 100;")
@@ -42,7 +42,8 @@ def count_up(place: cute.Pointer, count: Int32):
 
 @cute.jit
 def count_up_for_all(place: cute.Pointer, count: Int32):
-    """The same behind what others have written and this thread knows to be written."""
+    """``count_up`` behind what other threads have written and this one knows, by a barrier, to be written: the fence
+    and the plain store behind it release all of that together."""
     cute.arch.fence_acq_rel_gpu()
     cute.arch.inline_ptx(
         "st.relaxed.gpu.global.s32 [{$r0}], {$r1};", read_only_args=[place.toint(), count + 1]

@@ -18,7 +18,8 @@ from hopper.backward.work import BackwardWork
 
 
 class Courier(LoopInvariant):
-    """Adds the parts of dQ that the consumers stage, each in its turn (``BackwardWork.turn``).
+    """Adds the parts of dQ that the consumers stage, each in its turn (``BackwardWork.turn``). With ``stores_first``
+    the part whose turn is 0 is stored, over whatever was there.
 
     ``sdQ`` is float32 (words, buffers, warpgroups) in shared memory and ``mdQ`` (words, warpgroups, query tiles) in
     global memory. ``added`` is int32 (query tiles,), zero before the launch: how many key tiles have added to each.

@@ -44,8 +44,8 @@ class GradientOfQ(LoopInvariant):
     way. Of the buffers one is written while another is read.
 
     ``sdQ`` is float32 (words, buffers) in shared memory, of this warpgroup alone. ``mdQ`` is float32 (words,
-    warpgroups, query tiles of all heads and batches), zero before the launch. ``tile`` is the query tile whose part
-    is in ``acc`` or staged.
+    warpgroups, query tiles of all heads and batches), zero before the launch unless ``stores_first``. ``tile`` is the
+    query tile whose part is in ``acc`` or staged.
     """
 
     accumulates = False
@@ -183,7 +183,7 @@ def add_in_bulk(source: cute.Tensor, target: cute.Tensor):
 
 @cute.jit
 def store_in_bulk(source: cute.Tensor, target: cute.Tensor):
-    """The same that writes over what is there."""
+    """``add_in_bulk`` that writes over what is there."""
     cute.arch.inline_ptx(
         "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
         read_only_args=[

@@ -59,9 +59,10 @@ def add_or_store(address: Int64, part: list, adds: Int32) -> None:
 class PairConsumer(LoopInvariant):
     """What both warpgroups do: their columns of dV of a block, and of dK and dQ of the block before.
 
-    Blocks are counted from 0 over all query heads of the CTA. ``mdQ`` is float32 (words, query tiles of all heads),
-    zero before the launch: the part to which this warpgroup adds. Where dQ is summed in a fixed order, ``turns`` has
-    the pipeline by which a ``TurnKeeper`` says when; else it is empty.
+    Blocks are counted from 0 over all query heads of the CTA. ``mdQ`` is float32 (words, query tiles of all heads):
+    the part to which this warpgroup adds, zero before the launch unless ``stores_first``. A ``tile`` is the number of a
+    query tile, or its complement where this pair is the first to visit it (``sums_of``). Where dQ is summed in a fixed
+    order, ``turns`` has the pipeline by which a ``TurnKeeper`` says when; else it is empty.
     """
 
     def __init__(

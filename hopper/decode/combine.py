@@ -24,7 +24,8 @@ COLUMNS_OF_A_CTA = 128
 """Of a row, that a CTA adds up at a time."""
 
 AT_A_TIME = (1, 4, 8)
-"""Partial results whose loads a thread has under way together: the fewest that are all of a tile, or the most."""
+"""Partial results whose loads a thread has under way together: the fewest of these that are all of a tile's for a warp,
+else the most, several times over. Up to 4 parts a warp has one, up to 16 at most four."""
 
 WARPS = 4
 LANES = 32

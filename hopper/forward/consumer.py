@@ -206,7 +206,8 @@ class Consumer(LoopInvariant):
         kv_state: PipelineState,
         widths: cutlass.Constexpr[tuple[int, ...]],
     ):
-        """``_first_block`` of the first of these ``widths`` that does, or of the whole block."""
+        """``_first_block`` of the first of these ``widths`` that does, or of the whole block. It calls itself
+        when compiled: there is a branch for each width."""
         if const_expr(len(widths) > 0):
             if blocks.keys_of_first <= widths[0]:
                 self._clear_P()

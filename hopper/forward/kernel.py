@@ -119,6 +119,8 @@ class ForwardKernel:
     | pipe_v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | mailbox | `2` | `4` | `4 * consumers` |
 
+    Where O is staged in V's place there is one more, pipe_o of one stage, by which consumers give that place back.
+
     | named barrier | first id | threads | orders |
     |---|---|---|---|
     | EPILOGUE + wg | `1` | `128` | the staging of O in shared memory by warpgroup wg |
@@ -131,6 +133,14 @@ class ForwardKernel:
         producer    Q0 K Q1 V  K V  K V  ...
         consumer 0  S ~~~~~~ [S O]~~~~~~~~~~~[S O]~~~~~~~~~~~ ... O, store
         consumer 1     S ~~~~~~   [S O]~~~~~~~~~~~[S O]~~~~~~ ...    O, store
+
+    K of a block is loaded before V of the one in front of it where `loads_k_ahead`.
+
+    Tensors have CuTe's names: m in global memory, s in shared memory, r in registers, acc an accumulator. tSrQ is the
+    part of Q that a thread has in registers, or as descriptors, for the product S; tOrP that of P for the product O. wg
+    is the number of a consumer warpgroup from 0 on. A ``PipelineState`` is a stage and the phase that its barrier is
+    waited for at: consumers begin with phase 0, a producer with 1, since stages are empty then.
+    Methods are called in loops that are traced, and so their classes are a ``LoopInvariant``.
 
     The grid is persistent: `ctas_per_sm` CTAs an SM, fed by ``TileScheduler`` in the order of ``TileOrder``. Barriers
     and descriptors are made ready while the kernel before this one on the stream still runs.

@@ -30,7 +30,8 @@ class Producer(LoopInvariant):
     """Loads Q once a tile, one stage for each consumer warpgroup, and K and V once a key block.
 
     The order is Q0, K_last, Q1, (Q2,) V_last, K, V, ...: the first warpgroup can start its first GEMM as early
-    as possible, and K runs ahead of V as the pipelined consumer reads them.
+    as possible, and K runs ahead of V as the pipelined consumer reads them. With ``loads_k_ahead`` it runs a block
+    ahead: Q0, K_last, Q1, K, V_last, K, V, ..., V.
     """
 
     def __init__(self, config: ForwardConfig, operands: PerOperand, pipes: Pipelines, scales: NoScales):
@@ -107,7 +108,8 @@ class Producer(LoopInvariant):
         of_v: tuple[cute.Tensor, cute.Tensor],
         kv_state: pipeline.PipelineState,
     ) -> pipeline.PipelineState:
-        """What follows K of the first block, ``n_block``: V of each block behind K of the next."""
+        """What follows K of the first block, ``n_block``: V of each block behind K of the next. There are two stages or
+        more, and a consumer releases K of a block before it asks for V of it, so that neither waits for the other."""
         for step in cutlass.range(blocks.count - 1, unroll=1):
             k_state = kv_state.clone()
             k_state.advance()

@@ -55,7 +55,7 @@ class Queries(LoopInvariant):
     @cute.jit
     def clear(self):
         """Once, rows of a WGMMA that no tile has: what they hold joins no row that is looked at, but each of their
-        maxima would have O scaled anew."""
+        maxima would have O scaled anew. A tile's rows are loaded by other warps than those that clear their place."""
         none = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
         none.fill(0)
         chunk, lane = self.thread % CHUNKS_PER_ROW, self.thread // CHUNKS_PER_ROW
@@ -63,6 +63,7 @@ class Queries(LoopInvariant):
             for row in cutlass.range_constexpr(0, WARPGROUP_ROWS, ROWS_AT_ONCE):
                 for part in cutlass.range_constexpr(target.shape[3]):
                     cute.autovec_copy(none, target[None, chunk, row + lane, part])
+        sync_warpgroup(FIRST_HALF)
 
     @cute.jit
     def load(self, rows: TileRows):

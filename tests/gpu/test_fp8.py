@@ -305,7 +305,9 @@ def test_the_kernel_transposes_v_in_rows(draw, head_dim: int) -> None:
             found, _ = attend(parts, head_dim**-0.5, causal, "hopper", False, False)
             pair = [select_config(transposed._replace(v_rows=v_rows)) for v_rows in (False, True)]
             if len({(config.softmax, config.tile_m, config.tile_n) for config in pair}) == 1:
-                assert torch.equal(found, like)
+                # A block cut for some rows has its terms added in another order, which moves few roundings by one.
+                assert int((found != like).sum()) <= 2 + 1e-5 * found.numel()
+                assert torch.allclose(found, like, rtol=torch.finfo(found.dtype).eps, atol=0)
             oracle, emulations = oracle_of(parts, causal), emulate(parts, causal, lagging)
             emulated = max(rms(emulation.double() - oracle) for emulation, _ in emulations)
             for each in (like, found):

@@ -229,6 +229,10 @@ CASES = {
     "one CTA, one sequence empty": Case(PAGED, (1,), (70, 0, 33), 16, Launch(1)),
     "parts of tiles, by piece": Case(PAGED, (1,), (170, 0, 33), 16, Launch(3, timing=LATE)),
     "parts of tiles, by tile": Case(PAGED, (1,), (330, 70), 48, Launch(7, row_ctas=1)),
+    "a tile in four parts, one for each warp": Case(PAGED, (1,), (330,), 16, Launch(4), (2, 1)),
+    "tiles in more than 16 parts and in more than 32": Case(
+        PAGED, (1,), (1090, 2150), 16, Launch(50, timing=LATE), (2, 1)
+    ),
     "two K/V heads together, by piece": Case(PAGED, (1,), (170, 0, 33, 90), 16, Launch(6, timing=LATE)),
     "four of eight K/V heads together, by tile": Case(PAGED, (1,), (330,), 16, Launch(12), (8, 8)),
     "pieces that begin behind 32 and 64 sequences": Case(

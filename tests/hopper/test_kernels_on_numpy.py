@@ -305,6 +305,9 @@ def test_fp8_forward_passes_nan_of_any_block_and_column_on(key: int) -> None:
         ("bfloat16", 64, True, (1, 1), (1, 1), False),
         # Key tiles of several heads in turn.
         ("bfloat16", 128, True, (200, 330), (4, 2), True),
+        # Query tiles of which no row sees a key: the first key tile stores their sums all the same.
+        ("float16", 128, True, (260, 70), (2, 1), True),
+        ("bfloat16", 256, True, (200, 60), (2, 1), True),
         # Pairs of CTAs, two clusters; of the last one, the second CTA has no keys.
         ("bfloat16", 200, True, (150, 150), (2, 1), False),
         ("bfloat16", 200, True, (150, 180), (4, 2), True),

@@ -40,13 +40,24 @@ def select(head_dim: int, block_k: int = 128, causal: bool = False) -> Fp8Forwar
 
 
 def test_every_block_that_is_made_for_another_kernel_has_one() -> None:
-    assert len({config.name for config in SHIPPED}) == len(SHIPPED) == 20
+    assert len({config.name for config in SHIPPED}) == len(SHIPPED) == 24
     for (head_dim, causal), dtype in product(FP8_TILINGS, DTYPES):
         others = FP8_TILINGS[head_dim, causal] + FP8_HALF_SCORES_TILINGS[head_dim, causal]
         for width in (0, *(tiling.tile_n for tiling in others)):
             options = {"half_scores": True, "exact_lse": True}
             config = select_fp8_forward_config(head_dim, 64, causal, dtype, 2048, width, **options)
             assert config in SHIPPED and width % config.tile_n == 0
+
+
+def test_blocks_are_narrower_where_two_levels_are_asked_for() -> None:
+    widths = [
+        select_fp8_forward_config(
+            64, 64, causal, "bfloat16", 4096, 192, two_level=two_level, exact_lse=True
+        ).tile_n
+        for causal in (False, True)
+        for two_level in (False, True)
+    ]
+    assert widths == [192, 96, 192, 96]
 
 
 def test_invalid_fields_are_named() -> None:

@@ -184,7 +184,7 @@ class PreparedLauncher(GradientLauncher):
         of ``pieces`` and a counter, ``options`` as of ``launch``."""
 
     def _prepare(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, work: Work) -> None:
-        """Fill ``work``: the lse in base 2, delta, and zeros to add dQ to."""
+        """Fill ``work``: the lse in base 2, delta, and zeros to add dQ to, unless the first key tile stores."""
         self.prepare(out, dout, lse, *work.arguments)
         if dlse is not None:
             subtract_lse_gradient(work.tensors[1], lse, dlse)

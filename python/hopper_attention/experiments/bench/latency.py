@@ -35,7 +35,13 @@ from hopper_attention.experiments.bench.run import (
     ignore_progress,
 )
 from hopper_attention.experiments.bench.spec import Problem, parse_problem
-from hopper_attention.experiments.bench.timing import Launch, Stopwatch, stopwatch_for
+from hopper_attention.experiments.bench.timing import (
+    BALANCED,
+    Launch,
+    Stopwatch,
+    order_of_round,
+    stopwatch_for,
+)
 
 KIND = "latency"
 PROBLEM = Problem("bfloat16", 1, 128, 128, 2, 2, 128, 128, causal=False)
@@ -164,8 +170,9 @@ def measure_calls(
     samples: dict[str, list[float]] = {name: [] for name in launches}
     gc.disable()
     try:
-        for _ in range(calls.rounds):
-            for name, (peer, launch) in launches.items():
+        for number in range(calls.rounds):
+            for name in order_of_round(list(launches), number):
+                peer, launch = launches[name]
                 with peer.context():
                     samples[name].append(time_calls(launch, calls.calls, stopwatch.synchronize))
     finally:
@@ -247,6 +254,7 @@ def run_latency(
     figures: dict[str, Any] = {
         **describe_run(KIND, infos, setting, commit),
         "problem": problems[0].name,
+        "order": BALANCED,
         "host_us": {},
         "first_call_s": {},
         "small": [],

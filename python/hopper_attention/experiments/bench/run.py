@@ -52,6 +52,7 @@ from hopper_attention.experiments.bench.spec import LONG_DTYPES, Problem
 from hopper_attention.experiments.bench.suites import FORWARD, Suite
 from hopper_attention.experiments.bench.sustained import NO_ROWS, SustainedRows
 from hopper_attention.experiments.bench.timing import (
+    BALANCED,
     Budget,
     Effort,
     GpuLostError,
@@ -377,6 +378,7 @@ def describe_method(suite: Suite, effort: Effort) -> dict[str, Any]:
         "flops": f"{4 * suite.work:g}*b*h*sq*sk*d, halved if causal",
         "inputs": suite.inputs,
         "timing": "median over interleaved rounds of device time a launch, batches back to back",
+        "order": BALANCED,
         "l2": f"launches rotate over input_sets sets of q, k, v, in all {L2_MULTIPLE} times the L2 or more",
         "power": "board power as the driver averages it over about a second; clock as sampled",
         **asdict(effort),

@@ -1,9 +1,10 @@
 """How a launch is timed: device events on a GPU, the wall clock elsewhere, and counts chosen to a budget.
 
-Peers take turns in rounds, so that clock and temperature drift meet them all alike. One measurement is a
-short batch of launches back to back. One launch goes before it untimed, so that the GPU is busy while the
-host queues the timed ones. Where a peer's host code is slower than its kernel, the queue would still run dry;
-then a spin kernel holds the GPU until the whole batch is queued. What is timed is therefore the device alone;
+Peers take turns in rounds, so that clock and temperature drift meet them all alike. Each round has an order of its own
+(:func:`order_of_round`), so that none always stands behind the same one. One measurement is a short batch of launches
+back to back. One launch goes before it untimed, so that the GPU is busy while the host queues the timed ones. Where a
+peer's host code is slower than its kernel, the queue would still run dry; then a spin kernel holds the GPU until the
+whole batch is queued. What is timed is therefore the device alone;
 host time has a benchmark of its own (benchmarks/latency.py).
 """
 
@@ -222,6 +223,28 @@ def without_pause(turn: Turn, seconds: float) -> Turn:
     return Turn(turn.launches, repeats, 0.0, (repeats + 1) * launch_s)
 
 
+BALANCED = (
+    "each round has its own; over as many rounds as there are ways, or twice as many where their number is odd, each "
+    "way stands in each place, and right behind each other way, equally often"
+)
+"""What reports say of the order within rounds."""
+
+
+def order_of_round(names: Sequence[str], number: int) -> list[str]:
+    """The names in the order of a round, counted from 0: a row of a Williams square, which is balanced for carry-over.
+
+    The clock of a card follows what it has just run, and a rotation alone leaves each behind the same one. A row is a
+    walk of steps 1, -2, 3, -4, ... around the circle of names, and rows differ by where they start; where the number
+    of names is odd, every second row is the mirror image of the one before. E. J. Williams, "Experimental designs
+    balanced for the estimation of residual effects of treatments", Australian Journal of Scientific Research A 2
+    (1949), 149-168.
+    """
+    count = len(names)
+    start, side = (number // 2, 1 - 2 * (number % 2)) if count % 2 else (number, 1)
+    walk = ((step + 1) // 2 * (1 if step % 2 else -1) for step in range(count))
+    return [names[(side * place - start) % count] for place in walk]
+
+
 Order = Callable[[Sequence[str]], list[str]]
 """From the peers of a round to the measurements of that round, in which a peer may stand more than once."""
 
@@ -259,12 +282,11 @@ def play_rounds(
     play: Callable[[str, Turn], Interval],
     order: Order = once_each,
 ) -> dict[str, list[Interval]]:
-    """Measure every peer in each round, as ``order`` says; who begins moves on by one each round."""
+    """Measure every peer in each round, as ``order`` says of what :func:`order_of_round` gives."""
     names = list(turns)
     taken: dict[str, list[Interval]] = {name: [] for name in names}
     for number in range(rounds):
-        first = number % len(names)
-        for name in order(names[first:] + names[:first]):
+        for name in order(order_of_round(names, number)):
             taken[name].append(play(name, turns[name]))
     return taken
 

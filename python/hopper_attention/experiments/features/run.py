@@ -26,7 +26,7 @@ from hopper_attention.experiments.bench.run import (
     ignore_progress,
     open_bench,
 )
-from hopper_attention.experiments.bench.timing import Effort, GpuLostError
+from hopper_attention.experiments.bench.timing import BALANCED, Effort, GpuLostError
 from hopper_attention.experiments.features.checks import Piece, check_result, compute_pieces, limits_of
 from hopper_attention.experiments.features.peers import FeaturePeer
 from hopper_attention.experiments.features.results import KIND, FeatureCell, FeatureReport
@@ -161,6 +161,7 @@ def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
         "dropout ours alone, whose mask is known",
         "backward": "the forward runs before the timing; a launch is torch.autograd.grad of its output",
         "timing": "median over interleaved rounds of device time a launch, batches back to back",
+        "order": BALANCED,
         "l2": f"launches rotate over input_sets sets of q, k, v, in all {L2_MULTIPLE} times the L2 or more",
         "power": "board power as the driver averages it over about a second; clock as sampled",
         **asdict(effort),

@@ -32,6 +32,7 @@ from hopper_attention.experiments.bench.run import (
 )
 from hopper_attention.experiments.bench.spec import Problem, paper_grid
 from hopper_attention.experiments.bench.timing import (
+    BALANCED,
     Effort,
     GpuLostError,
     Interval,
@@ -235,6 +236,7 @@ def describe_method(quantization: Fp8Quantization, effort: Effort) -> dict[str, 
         "inputs": "N(0, 1)",
         "quantization": ", ".join(f"{key} {value}" for key, value in asdict(quantization).items()),
         "timing": "median over interleaved rounds of device time a launch, batches back to back",
+        "order": BALANCED,
         "bytes": "quantize: 16-bit inputs read, e4m3 and scales written; copy: inputs read and written",
         "l2": "launches rotate over sets of q, k, v, in all 3 times the L2 or more",
         **asdict(effort),

@@ -35,6 +35,7 @@ from hopper_attention.experiments.bench.run import (
 )
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.timing import (
+    BALANCED,
     CudaStopwatch,
     Effort,
     GpuLostError,
@@ -306,6 +307,7 @@ def describe_method(effort: Effort) -> dict[str, Any]:
         "inputs": "N(0, 1)",
         "timing": "median over interleaved rounds of device time a launch; a launch longer than "
         f"{LONG_LAUNCH_S:g} s is timed once",
+        "order": BALANCED,
         "memory": "what a call adds to its inputs at its peak, its output included, by torch's allocator",
         "error": "of three heads against float64, from 8k keys on of evenly spaced rows",
         **asdict(effort),

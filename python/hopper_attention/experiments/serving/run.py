@@ -30,7 +30,14 @@ from hopper_attention.experiments.bench.run import (
     ignore_progress,
     open_bench,
 )
-from hopper_attention.experiments.bench.timing import Effort, GpuLostError, Launch, broken_context_is_lost
+from hopper_attention.experiments.bench.timing import (
+    BALANCED,
+    Effort,
+    GpuLostError,
+    Launch,
+    broken_context_is_lost,
+    order_of_round,
+)
 from hopper_attention.experiments.features.run import WorkloadLostError
 from hopper_attention.experiments.features.spec import FAMILIES, Family
 from hopper_attention.experiments.serving import spec
@@ -269,9 +276,9 @@ def measure_host(
     samples: dict[str, list[float]] = {name: [] for name in launches}
     gc.disable()
     try:
-        for _ in range(rounds):
-            for name, launch in launches.items():
-                samples[name].append(time_calls(launch, calls, synchronize))
+        for number in range(rounds):
+            for name in order_of_round(list(launches), number):
+                samples[name].append(time_calls(launches[name], calls, synchronize))
     finally:
         gc.enable()
     found |= {name: HostTime(statistics.median(us), relative_spread(us)) for name, us in samples.items()}
@@ -366,6 +373,7 @@ def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
         "rows are NaN before a call that has to write them",
         "timing": "median over interleaved rounds of device time a call; prefill and decode alike as replays of a CUDA "
         "graph with a call for each set of inputs; a note says where calls were eager",
+        "order": BALANCED,
         "l2": f"{MIN_SETS} sets of inputs or more, with more than {KV_BYTES // 10**6} MB of keys and values",
         "best way": "fa3_best is the fastest of several numbers of splits, with a schedule made ahead; fa4 that of one "
         "split and its own choice; flashmla has a schedule made ahead",

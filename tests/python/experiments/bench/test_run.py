@@ -134,7 +134,7 @@ def test_budget_leaves_out_what_is_paused() -> None:
     assert budget.share(4) == pytest.approx((100 - 20) / 4)
 
 
-def test_peers_take_turns_and_the_first_place_moves_on() -> None:
+def test_peers_take_turns_in_the_order_of_each_round() -> None:
     order: list[str] = []
 
     def play(name: str, turn: Turn) -> Interval:
@@ -143,7 +143,7 @@ def test_peers_take_turns_and_the_first_place_moves_on() -> None:
 
     turns = {name: Turn([], 1, 0.0, 0.0) for name in "abc"}
     taken = bench_timing.play_rounds(turns, 4, play)
-    assert "".join(order) == "abcbcacababc"
+    assert "".join(order) == "abcacbcabcba"
     assert {name: len(intervals) for name, intervals in taken.items()} == {"a": 4, "b": 4, "c": 4}
 
 
@@ -156,7 +156,7 @@ def test_peers_may_stand_beside_one_of_them() -> None:
 
     turns = {name: Turn([], 1, 0.0, 0.0) for name in "fabc"}
     taken = bench_timing.play_rounds(turns, 2, play, bench_timing.beside("f"))
-    assert "".join(order) == "fafbfcfafbfc"
+    assert "".join(order) == "fafcfbfcfbfa"
     assert {name: len(intervals) for name, intervals in taken.items()} == {"f": 6, "a": 2, "b": 2, "c": 2}
     # Alone, or with one that is not there, everyone has a turn.
     assert bench_timing.beside("f")(["f"]) == ["f"]
