@@ -180,7 +180,7 @@ def flash_attn_fp8_func(
             decides on the blocks too.
         exact_lse: let another FP8 kernel attend, which takes every maximum, multiplies Q and K in 16 bits, and adds
             scores, their exponentials and P V up in float32. Its LSE is within 1e-4 of that of the e4m3 tensors, fit
-            to merge partial results by. It takes 1.4 to 2 times as long, and twice the memory of Q and K in e4m3 beside
+            to merge partial results by. It takes 1.2 to 2 times as long, and twice the memory of Q and K in e4m3 beside
             them. None: where the LSE is returned. False: the fast kernel there too, whose LSE is off by 1e-3 where
             many keys count, and by up to 8e-2 where one does (docs/kernels/fp8-accuracy.md).
         window_size: (left, right): query i sees the keys from i + seqlen_k - seqlen_q - left to
