@@ -33,7 +33,8 @@ class CacheBatch(LoopInvariant):
     """The sequences of a launch. ``lengths`` int32 (batch,) are rows of the cache that are filled; ``starts`` is empty
     or has the row of each with which its keys begin, ``offsets`` is empty or has cu_seqlens_q. ``seqlen_q`` is the
     queries of each sequence, or all of them where there are offsets. ``capacity`` is the rows that a sequence may have,
-    ``kv_heads`` the K/V heads that are visited one after another, with ``group`` query heads each.
+    ``kv_heads`` the K/V heads that are visited one after another, with ``group`` query heads each. A tile
+    counts as ``tile_cost`` key blocks beside its own where they are shared out.
 
     Whatever the lengths and offsets say, what they come to lies in the tensors.
     """
@@ -47,6 +48,7 @@ class CacheBatch(LoopInvariant):
     capacity: Int32
     kv_heads: Int32
     group: Int32
+    tile_cost: Any = 0
 
     def first_row(self, batch: Int32) -> Any:
         """Of the cache, that holds key 0."""
@@ -64,7 +66,7 @@ class CacheBatch(LoopInvariant):
         return SeqlenInfo(self.seqlen_q, seqlen_k, batch)
 
     def blocks(self, seqlens: SeqlenInfo) -> SequenceBlocks:
-        return SequenceBlocks(seqlens, self.window, self.config.tile_n)
+        return SequenceBlocks(seqlens, self.window, self.config.tile_n, self.tile_cost)
 
     def row_tiles(self, seqlens: SeqlenInfo) -> Any:
         """Tiles of a K/V head."""
@@ -90,7 +92,7 @@ class CacheBatch(LoopInvariant):
         units = Int32(0)
         if sequence < self.batch:
             seqlens = self.seqlens(sequence)
-            units = self.blocks(seqlens).count * self.tiles(seqlens)
+            units = self.blocks(seqlens).units * self.tiles(seqlens)
         return units
 
     @cute.jit
@@ -99,7 +101,7 @@ class CacheBatch(LoopInvariant):
         blocks, units, sequence = Int32(1), Int32(0), first + lane
         if sequence < self.batch:
             seqlens = self.seqlens(sequence)
-            blocks = Int32(self.blocks(seqlens).count)
+            blocks = Int32(self.blocks(seqlens).units)
             units = blocks * self.tiles(seqlens)
         upto = units
         if self.batch > 1:

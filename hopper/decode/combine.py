@@ -62,7 +62,7 @@ class Combine(LoopInvariant):
             sequence = divide(work.cta, tiles)
             number = work.cta - sequence * tiles
             start = work.batch.units_before(sequence, self.lane)
-            start += number * work.batch.blocks(work.batch.seqlens(sequence)).count
+            start += number * work.batch.blocks(work.batch.seqlens(sequence)).units
         else:
             unit = work.pieces.begin(work.cta + 1) - 1
             if const_expr(c.layout == VARLEN):
@@ -85,12 +85,18 @@ class Combine(LoopInvariant):
         # Always so, which the compiler does not know: it would work all of this out behind the wait.
         if first_cta >= 0 and last_cta >= 0 and end_row >= 0:
             cute.arch.griddepcontrol_wait()
-        for row in cutlass.range(first_row, end_row, row_step, unroll=1):
-            for first in columns:
-                self._add_columns((first_cta, last_cta), rows, row, first + COLUMNS * self.lane)
+        self._add_rows((first_cta, last_cta), rows, (first_row, end_row, row_step), columns)
         if const_expr(c.layout == VARLEN):
             ctas = work.pieces.ctas * work.heads.count * row_step
             self._clear_rows_of_none(work.heads.cta(work.cta) * row_step + first_row, ctas)
+
+    @cute.jit
+    def _add_rows(self, ctas: tuple[Int32, Int32], rows: TileRows, span: tuple, columns: tuple):
+        """Rows of a tile, ``span`` as of a range, out of the parts of the first to the last CTA."""
+        first_row, end_row, row_step = span
+        for row in cutlass.range(first_row, end_row, row_step, unroll=1):
+            for first in columns:
+                self._add_columns(ctas, rows, row, first + COLUMNS * self.lane)
 
     @cute.jit
     def _clear_rows_of_none(self, first: Int32, step: Int32):

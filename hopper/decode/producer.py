@@ -64,7 +64,7 @@ class Producer(LoopInvariant):
                     state.advance()
                 block -= count
                 number = next_number
-            start += blocks.count
+            start += blocks.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
     def _look_up(self, sequence: Int32, block: Int32, first_row: Int32) -> Int32:

@@ -124,6 +124,7 @@ class SequenceBlocks(LoopInvariant):
     seqlens: SeqlenInfo
     window: Window
     tile_n: int
+    tile_cost: Any = 0
 
     @property
     def end(self) -> Any:
@@ -146,6 +147,11 @@ class SequenceBlocks(LoopInvariant):
     @property
     def count(self) -> Any:
         return self.end - self.begin
+
+    @property
+    def units(self) -> Any:
+        """Of the row that pieces are cut from: the blocks, and ``tile_cost`` behind them."""
+        return self.count if isinstance(self.tile_cost, int) else self.count + self.tile_cost
 
     @property
     def unmasked_end(self) -> Any:

@@ -14,19 +14,20 @@ from cute_kernels.integers import divide
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import SoftCap, scale_in_base_2
 from hopper.config import WARPGROUP_ROWS
-from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS, Combine
+from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS
 from hopper.decode.config import BOX_COLUMNS
-from hopper.decode.kernel import COMBINING_CTAS, tiles_of
+from hopper.decode.kernel import tiles_of
 from hopper.decode.masks import RowMask
 from hopper.decode.operands import CacheLists, Outputs, RawKeys, Work
 from hopper.decode.results import PartialResults
 from hopper.decode.rows import TileRows
-from hopper.decode.schedule import HeadsTogether
 from hopper.decode.softmax import RowSoftmax
+from hopper.mla.combine import COMBINING_CTAS, MlaCombine
 from hopper.mla.config import CONSUMERS, REGISTERS, MlaConfig, validate_mla_config
 from hopper.mla.producer import MlaProducer
 from hopper.mla.queries import Queries, chunks_of
 from hopper.mla.results import CtaRows, MlaResults
+from hopper.mla.schedule import mla_work
 from hopper.mla.scores import MlaScores, PartScores
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.wide.exchange import Exchange, WideBarrier, arrive, sync_cluster, wait
@@ -162,12 +163,11 @@ class MlaKernel:
 
         # As in the decode kernel: what puts parts together reads lengths before it waits for this kernel.
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         piece, rank = cute.arch.block_idx()[0], 0
         if const_expr(c.cluster > 1):
             piece = piece // c.cluster
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        work = lists.work(c, queries[0], (piece, cute.arch.grid_dim()[0] // c.cluster), HeadsTogether(), lane)
+        work = mla_work(c, lists, queries[0], (piece, cute.arch.grid_dim()[0] // c.cluster), lane)
         first_producer = CONSUMERS * WARPS_PER_WARPGROUP
         if warp >= first_producer:
             cute.arch.setmaxregister_decrease(REGISTERS.producer)
@@ -176,6 +176,8 @@ class MlaKernel:
                 values = tuple(RawKeys(atoms[1], caches[1], smem.v, pipe, BOX_COLUMNS) for pipe in pipes.v)
                 page_size = caches[0].shape[0]
                 MlaProducer(c, work, keys, table, page_size, lane, values, Place(c.cluster, rank)).run()
+                # Beside who still asks for keys, what puts parts together would be in the way.
+                cute.arch.griddepcontrol_launch_dependents()
         else:
             cute.arch.setmaxregister_increase(REGISTERS.consumer)
             warp_in_group = warp % WARPS_PER_WARPGROUP
@@ -209,13 +211,13 @@ class MlaKernel:
             Float32, cute.make_layout((COLUMNS + 3, LANES, WARPS)), 16
         )
         piece, row, columns = cute.arch.block_idx()
-        work = lists.work(c, mQ, (piece, num_pieces), HeadsTogether(), lane)
+        work = mla_work(c, lists, mQ, (piece, num_pieces), lane)
         parts = PartialResults(c, outputs.parts, work.heads)
         by_tile = Boolean(False)
         if const_expr(c.layout != VARLEN):
             of_head = mQ.shape[1] * work.batch.group
             by_tile = tiles_of(mQ.shape[0] * lists.kv_heads, of_head, c.tile_m) <= num_pieces
-        combine = Combine(
+        combine = MlaCombine(
             c, work, parts, outputs.o, outputs.lse, outputs.sinks, outputs.factors, smem, warp, lane
         )
         combine.run(by_tile, row, cute.arch.grid_dim()[1], (columns * COLUMNS_OF_A_CTA,))
@@ -256,7 +258,7 @@ class MlaKernel:
                 consumer.exchange.write_factors(factors)
                 arrive(WideBarrier.WRITTEN)
                 results.leave_columns(consumer.acc, FIRST_HALF, factors, rows, parts)
-            start += blocks.count
+            start += blocks.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
     @cute.jit
@@ -267,15 +269,15 @@ class MlaKernel:
         sequence, tile, start, piece_end = work.first_tile(place[1])
         while start < piece_end:
             seqlens = work.batch.seqlens(sequence)
-            blocks = work.batch.blocks(seqlens).count
-            parts = work.parts(start, blocks)
+            blocks = work.batch.blocks(seqlens)
+            parts = work.parts(start, blocks.count)
             count = parts.begin(work.cta + 1) - parts.begin(work.cta)
             if count > 0:
                 state = consumer.attend(count, state)
                 factors = consumer.receive_inverse_sum()
                 rows = self._rows(work, sequence, tile, place)
                 results.leave_columns(consumer.acc, SECOND_HALF, factors, rows, parts)
-            start += blocks
+            start += blocks.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
     def _rows(self, work: Work, sequence: Int32, tile: Int32, place: tuple) -> CtaRows:

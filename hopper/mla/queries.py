@@ -69,24 +69,31 @@ class Queries(LoopInvariant):
     def load(self, rows: TileRows):
         """The rows of a tile; zeros for rows and columns that there are not."""
         thread_row = self.thread // CHUNKS_PER_ROW
-        for row in cutlass.range_constexpr(0, self.config.cta_rows, ROWS_AT_ONCE):
-            self._load_row(rows, row + thread_row)
+        own = [row + thread_row for row in range(0, self.config.cta_rows, ROWS_AT_ONCE)]
+        # All are under way before the first is stored: O has left the registers.
+        loaded = [self._load_row(rows, row) for row in own]
+        for i in cutlass.range_constexpr(len(own)):
+            self._store_row(own[i], loaded[i])
         cute.arch.fence_view_async_shared()
         sync_warpgroup(FIRST_HALF)
 
-    @cute.jit
-    def _load_row(self, rows: TileRows, row: Int32):
-        """The thread's chunks of a row of this CTA: all are under way before the first is stored."""
+    def _load_row(self, rows: TileRows, row: Int32) -> list:
+        """The thread's chunks of a row of this CTA."""
         of_tile, chunk = self.first + row, self.thread % CHUNKS_PER_ROW
-        place, is_row = self._place(row), of_tile < rows.count
+        is_row = of_tile < rows.count
         loaded = []
         for source, target in zip(self.sources, self.targets, strict=True):
             of_row = rows.of(source, of_tile)
-            for part in cutlass.range_constexpr(target.shape[3]):
+            for part in range(target.shape[3]):
                 column = part * BOX_COLUMNS + chunk * VECTOR
                 loaded.append(load_chunk(of_row, column, is_row))
+        return loaded
+
+    def _store_row(self, row: Int32, loaded: list):
+        """What was loaded of it."""
+        place, chunk = self._place(row), self.thread % CHUNKS_PER_ROW
         for target in self.targets:
-            for part in cutlass.range_constexpr(target.shape[3]):
+            for part in range(target.shape[3]):
                 cute.autovec_copy(loaded.pop(0), target[None, place % CHUNKS_PER_ROW ^ chunk, place, part])
 
     def _place(self, row: Int32) -> Int32:

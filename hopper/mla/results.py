@@ -15,7 +15,7 @@ from cute_kernels.fragments import (
     first_column_of_thread,
 )
 from cute_kernels.invariant import LoopInvariant
-from hopper.decode.results import PartialResults, RowSum
+from hopper.decode.results import PartialResults, RowSum, store_2
 from hopper.decode.rows import HeadRows
 from hopper.decode.schedule import TileParts
 from hopper.decode.softmax import RowSoftmax
@@ -74,7 +74,7 @@ class MlaResults(LoopInvariant):
                     if is_first_lane:
                         rows.tile.lse_of(self.mLSE, row)[0] = row_sum.lse()
                 elif is_first_lane:
-                    sums[0, row], sums[1, row] = of_keys.shift, of_keys.total
+                    store_2(sums, (0, row), of_keys.shift, of_keys.total)
                     sums[2, row] = of_keys.rounded
         return factors
 
@@ -103,8 +103,8 @@ class MlaResults(LoopInvariant):
                             words[column // 2] = pack(low, high, self.mO.element_type)
                 else:
                     for j in cutlass.range_constexpr(self.config.half // COLUMNS_PER_GROUP):
-                        for e in cutlass.range_constexpr(2):
-                            o[first + j * COLUMNS_PER_GROUP + e, row] = values[r, (e, j)]
+                        place = first + j * COLUMNS_PER_GROUP, row
+                        store_2(o, place, values[r, (0, j)], values[r, (1, j)])
 
     @cute.jit
     def _is_whole(self, tile: TileParts) -> Boolean:

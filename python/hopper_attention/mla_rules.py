@@ -3,9 +3,10 @@ by ``explain``."""
 
 from __future__ import annotations
 
+from cute_kernels.problem import VARLEN
 from hopper.mla.config import HEAD_DIM, STAGES, MlaConfig, box_rows_for, select_mla_config
 from hopper_attention.backends import Target
-from hopper_attention.decode_rules import even_ctas, fields_of, pages_of, why_not_boxes
+from hopper_attention.decode_rules import MAX_PARTS, even_ctas, fields_of, pages_of, why_not_boxes
 from hopper_attention.kvcache_checks import CacheCall
 
 MOST_ROWS = 1024
@@ -49,7 +50,8 @@ def select_mla(call: CacheCall) -> MlaConfig:
 
 
 def pieces_of(config: MlaConfig, call: CacheCall, multiprocessors: int) -> int:
-    """Pieces of all keys, each of a cluster."""
+    """Pieces of all keys, each of a cluster; the kernel may take some less (hopper/mla/schedule.py)."""
     shape = call.shape
     tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // config.tile_m)
-    return even_ctas(multiprocessors // config.cluster, tiles)
+    clusters = multiprocessors // config.cluster
+    return even_ctas(clusters, tiles) if config.layout == VARLEN else max(min(clusters, MAX_PARTS * tiles), 1)

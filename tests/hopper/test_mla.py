@@ -181,6 +181,27 @@ def test_few_heads_in_pages() -> None:
     check(Case(SHORT, (1, 1, 1), (200, 0, 65), 64, Launch(3, timing=LATE), (16, 1)))
 
 
+def test_a_tile_in_many_parts() -> None:
+    """Ten, which the warps of a CTA add up together."""
+    check(Case(SHORT, (1,), (630,), 64, Launch(10, timing=LATE), (16, 1)))
+
+
+@pytest.mark.parametrize(("lengths", "ctas"), [((190, 20), 4), ((370, 10), 7)])
+def test_a_tile_in_few_parts(lengths: tuple[int, ...], ctas: int) -> None:
+    """Three and six, which a warp adds up by itself, and loads as if they were four or eight."""
+    check(Case(SHORT, (1, 1), lengths, 64, Launch(ctas, timing=LATE), (16, 1)))
+
+
+def test_tiles_count_as_more_than_their_blocks() -> None:
+    """35 blocks in two pieces: two more for each of the two tiles."""
+    check(Case(SHORT, (1, 1), (1530, 650), 64, Launch(2, timing=LATE), (16, 1)))
+
+
+def test_pieces_alike_are_fewer() -> None:
+    """16 blocks, and so many pieces of 17: no tile is cut but in like parts, and one CTA has nothing."""
+    check(Case(SHORT, (1, 1), (512, 500), 64, Launch(17, timing=LATE), (16, 1)))
+
+
 def test_two_ctas_share_keys() -> None:
     """Tokens of a step under a causal mask, 80 rows, of which the second CTA of the cluster has 16."""
     check(Case(CLUSTER, (2, 2), (130, 64), 64, Launch(2, max_splits=2, timing=LATE), (40, 1)))

@@ -107,10 +107,20 @@ def test_other_backends_caches_and_strides_are_refused() -> None:
     assert plan.path == "general" and "mla: TMA cannot address the strides of the cache" in plan.refused
 
 
-@pytest.mark.parametrize(("heads", "pieces"), [(16, 128), (128, 64), (512, 64)])
-def test_pieces(heads: int, pieces: int) -> None:
-    """A cluster has two multiprocessors."""
-    case = replace(PAGES, heads=(heads, 1), queries=(1, 1, 1))
+@pytest.mark.parametrize(
+    ("heads", "queries", "packed", "pieces"),
+    [
+        (16, (1, 1, 1), False, 132),
+        (128, (1, 1, 1), False, 66),
+        (512, (1, 1, 1), False, 66),
+        (128, (1,), False, 64),
+        (16, (4, 0, 1), True, 128),
+    ],
+)
+def test_pieces(heads: int, queries: tuple[int, ...], packed: bool, pieces: int) -> None:
+    """A cluster has two multiprocessors, a tile up to 64 parts, and the kernel does not choose for packed queries."""
+    lengths = (9, 0, 21)[: len(queries)]
+    case = replace(PAGES, heads=(heads, 1), lengths=lengths, queries=queries, packed_q=packed)
     call = call_of(case, qv=qv_of(case))
     config: MlaConfig = select_mla(call)
     assert config.cluster == (1 if heads == 16 else 2)

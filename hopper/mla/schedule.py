@@ -1,0 +1,69 @@
+"""How the key blocks of tiles over a latent are shared out: as in hopper/decode/schedule.py, and by what they are."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_kernels.integers import divide, maximum, minimum
+from cute_kernels.problem import VARLEN
+from hopper.decode.batch import LaneBlocks
+from hopper.decode.operands import CacheLists, Work
+from hopper.decode.schedule import HeadsTogether, Pieces
+from hopper.mla.config import MlaConfig
+
+TILE_COST = {1: 3, 2: 6}
+"""Key blocks that CTAs could visit in the time that a tile takes beside its own, for Q, the first scores, the last
+product and O: by the CTAs of a cluster. By 512 sequences of 2k keys beside 128 of 8k it is 5.8 blocks with 128 heads,
+3.1 with 64 and 1.7 with 16 (``mla_uneven.json``)."""
+
+SHORTENED = 8
+"""A tile counts as a block more for every so many that a piece has, up to TILE_COST."""
+
+PIECE_STEP = 16
+"""Pieces are a multiple of it where all of them then are as long as each other, and at most 1 of 16 less."""
+
+
+@dataclass(frozen=True)
+class LeadingPieces(Pieces):
+    """Of CTAs of which those behind ``ctas`` have none."""
+
+    def begin(self, cta: Any) -> Any:
+        return minimum(Pieces.begin(self, cta), self.units)
+
+
+def shares(units: Any, tiles: Any, most: Any, most_cost: int) -> tuple[Any, Any]:
+    """Pieces that ``units`` key blocks of some tiles are cut into, at most ``most``, and the blocks that a tile counts
+    as beside its own, at most ``most_cost``.
+
+    Where both come to like pieces, as they do where all sequences are of a length, these are taken, and no tile is cut
+    that need not be. Else there are as many pieces as can be, each shorter for every tile that ends in it.
+    """
+    behind = most % PIECE_STEP
+    is_near = 1 - minimum(divide(behind * PIECE_STEP, most + 1), 1)
+    alike = most - is_near * behind
+    is_alike = 1 - minimum(units % alike + (tiles % alike) * (alike % tiles), 1)
+    tile_cost = (1 - is_alike) * minimum(divide(units, most * SHORTENED), most_cost)
+    return most - is_alike * (most - alike), tile_cost
+
+
+def mla_work(
+    config: MlaConfig, lists: CacheLists, mQ: cute.Tensor, place: tuple[Int32, Int32], lane: Int32
+) -> Work:
+    """The work of one CTA, or cluster; ``place`` are its piece and the most pieces. With packed queries, of which
+    sequences may have none, pieces are as those of the decode kernel."""
+    work = lists.work(config, mQ, place, HeadsTogether(), lane)
+    if config.layout == VARLEN:
+        return work
+    units, tiles = work.pieces.units, work.batch.tiles(work.batch.seqlens(Int32(0)))
+    ctas, tile_cost = shares(units, maximum(tiles * work.batch.batch, 1), place[1], TILE_COST[config.cluster])
+    batch, of_sequence = replace(work.batch, tile_cost=tile_cost), tile_cost * tiles
+    scanned, before = work.scanned[0], minimum(lane + 1, batch.batch)
+    shared = LaneBlocks(
+        scanned.blocks + tile_cost,
+        scanned.units + of_sequence * (before - minimum(lane, batch.batch)),
+        scanned.upto + of_sequence * before,
+    )
+    pieces = LeadingPieces(units + of_sequence * batch.batch, ctas)
+    return replace(work, batch=batch, pieces=pieces, scanned=(shared,))
