@@ -72,8 +72,8 @@ class Consumer(LoopInvariant):
         unmasked = blocks.unmasked
         if const_expr(self.config.walks_apart):
             kv_state = self._leave_out(blocks.left_out_before, kv_state)
+        self.loads.await_queries()
         self.pipes.q.consumer_wait(q_state(self.config, self.wg, q_phase))
-        self.loads.queries_have_come()
         self._queries_have_come()
         self.output.clear()
         if const_expr(self.config.pipelined):
