@@ -72,6 +72,7 @@ class Consumer(LoopInvariant):
         unmasked = blocks.unmasked
         if const_expr(self.config.walks_apart):
             kv_state = self._leave_out(blocks.left_out_before, kv_state)
+        self.loads.await_queries()
         self.pipes.q.consumer_wait(q_state(self.config, self.wg, q_phase))
         self._queries_have_come()
         self.output.clear()
@@ -257,7 +258,6 @@ class Consumer(LoopInvariant):
         acc_S = self._make_acc_S(keys)
         self.pipes.k.consumer_wait(kv_state)
         self._start_scores(acc_S, kv_state)
-        self.loads.first_scores_started()
         self.softmax.take_bias(scores.row_bias(n_block))
         self.softmax.enter_block(consumer_slot(kv_state))
         kept = scores.kept(n_block)

@@ -20,16 +20,16 @@ class NoConsumerLoads(LoopInvariant):
     def begin(self, tile: Int32, place: TilePlace, blocks: KeyBlocks, q_phase: Int32):
         """Called once a tile, before its first block is awaited."""
 
-    def first_scores_started(self):
-        """Called once a tile, under its first Q K^T."""
+    def await_queries(self):
+        """Called once a tile, before its Q is awaited."""
 
     def load_next(self):
         """Called once a key block, while its softmax runs."""
 
 
 class ReturnOfO(NoConsumerLoads):
-    """Gives O's place back once O of the tile before has been read there: under the first Q K^T, so that nobody waits
-    for it. Warp 0 of a warpgroup, by ``warp_in_group``, is the one that stores its O."""
+    """Gives O's place back once O of the tile before has been read there: before Q of the next tile is awaited, so that
+    V comes while queries are lowered. Warp 0 of a warpgroup, by ``warp_in_group``, is the one that stores its O."""
 
     def __init__(self, pipes: tuple[PipelineAsync, ...], warp_in_group: Int32, lane: Int32):
         (self.pipe,), self.warp_in_group, self.lane = pipes, warp_in_group, lane
@@ -40,7 +40,7 @@ class ReturnOfO(NoConsumerLoads):
         self.phase = q_phase
 
     @cute.jit
-    def first_scores_started(self):
+    def await_queries(self):
         if self.warp_in_group == 0 and self.is_behind_another:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             # Whichever lane issued the copy, it has been read.

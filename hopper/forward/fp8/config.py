@@ -126,7 +126,7 @@ class Fp8ForwardConfig(ForwardConfig):
         """A tile's rows of V have all been read when its O is written, and none of the next is loaded until that has
         been stored."""
         holds_o = V_ROW_STAGES * self.tile_n >= 2 * self.tile_m
-        # It is given back under a tile's first Q K^T, before which a warpgroup may not wait for that tile's V.
+        # It is given back before Q of the next tile is awaited, and nobody may wait for that tile's V by then.
         is_returned = self.pipelined and not self.walks_apart
         return self.v_rows and self._o_needs_place and holds_o and is_returned and not self.o_from_registers
 

@@ -148,7 +148,6 @@ class HalfScoresConsumer(LaggingConsumer):
         self.pipes.k.consumer_wait(kv_state)
         self._start_scores(acc_S, kv_state)
         self.softmax.start()
-        self.loads.first_scores_started()
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(kv_state)

@@ -62,48 +62,41 @@ class LoweredQueries(LoopInvariant):
         )
         rows = SwizzledBytes(self.sQ, WARPGROUP_ROWS, self.config.head_dim)
         row = first_row_of_thread(warp, lane)
-        factors = [
-            self._lower_row(rows, wg, row + r * ROW_STRIDE, lane % LANES_PER_ROW)
-            for r in range(ROWS_PER_THREAD)
+        chunks = [
+            self._chunks(rows, wg, row + r * ROW_STRIDE, lane % LANES_PER_ROW) for r in range(ROWS_PER_THREAD)
         ]
+        # Both rows are loaded before either is written, so that neither waits for the other.
+        loaded = [[_words_of(chunk) for chunk in of_row] for of_row in chunks]
+        squares = [_sum_of_squares(of_row) for of_row in loaded]
+        halvings = [self._halvings_of(square) for square in squares]
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            _lower_words(loaded[r], halvings[r])
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            for i in cutlass.range_constexpr(len(chunks[r])):
+                cute.autovec_copy(loaded[r][i], chunks[r][i])
         # WGMMA reads what all threads of the warpgroup have written.
         cute.arch.fence_view_async_shared()
         sync_warpgroup(wg)
-        return factors[0], factors[1]
+        return _power_of_two(halvings[0]), _power_of_two(halvings[1])
 
-    @cute.jit
-    def _lower_row(self, rows: SwizzledBytes, wg: Int32, row: Int32, lane: Int32) -> Float32:
-        """A quarter of a row, by the lane of this number among its four."""
-        chunks = [self._chunk(rows, wg, row, chunk) for chunk in self._chunks_of_lane(rows, lane)]
-        loaded = []
-        for i in cutlass.range_constexpr(len(chunks)):
-            words = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
-            cute.autovec_copy(chunks[i], words)
-            loaded.append(words)
-        squares = Float32(0.0)
-        for i in cutlass.range_constexpr(len(chunks)):
-            squares = squares + _sum_of_squares(loaded[i])
+    def _halvings_of(self, squares: Float32) -> Int32:
+        """How often a row is halved, by a quarter of its sum of squares in each of four lanes."""
         squares = cute.arch.warp_reduction_sum(squares, threads_in_group=LANES_PER_ROW)
-        halvings = _halvings(squares * Float32(self._squares_too_large))
-        factor = _power_of_two(-halvings)
-        pair = pack(factor, factor, Float16)
-        for i in cutlass.range_constexpr(len(chunks)):
-            for j in cutlass.range_constexpr(CHUNK_WORDS):
-                loaded[i][j] = _lowered(loaded[i][j], pair)
-            cute.autovec_copy(loaded[i], chunks[i])
-        return _power_of_two(halvings)
+        return _halvings(squares * Float32(self._squares_too_large))
 
     @property
     def _squares_too_large(self) -> float:
         """What makes of a sum of squares a number that is above 1 where scores may be too large, by their square."""
         return self.config.head_dim * (LARGEST_CODE / (LARGEST_PRODUCT * SQUARED_BY)) ** 2
 
-    def _chunks_of_lane(self, rows: SwizzledBytes, lane: Int32) -> list:
-        """Those of a row that a lane takes: neighbours in each run of bytes that is swizzled as one."""
+    def _chunks(self, rows: SwizzledBytes, wg: Int32, row: Int32, lane: Int32) -> list:
+        """Those of a row that the lane of this number among its four takes: neighbours in each run of bytes that is
+        swizzled as one."""
         in_run = rows.width // CHUNK
         per_lane = in_run // LANES_PER_ROW
         runs = self.config.head_dim // rows.width
-        return [run * in_run + lane * per_lane + i for run in range(runs) for i in range(per_lane)]
+        numbers = [run * in_run + lane * per_lane + i for run in range(runs) for i in range(per_lane)]
+        return [self._chunk(rows, wg, row, number) for number in numbers]
 
     def _chunk(self, rows: SwizzledBytes, wg: Int32, row: Int32, chunk: Int32) -> cute.Tensor:
         address = rows.address(wg, row, chunk)
@@ -120,15 +113,31 @@ def _power_of_two(exponent: Int32) -> Float32:
     return ((exponent + FLOAT32_BIAS) << FLOAT32_MANTISSA_BITS).bitcast(Float32)
 
 
-@cute.jit
-def _sum_of_squares(words: cute.Tensor) -> Float32:
-    """Of 16 codes, each times ``SQUARED_BY``."""
-    pair = Int32(0)
-    for i in cutlass.range_constexpr(cute.size(words)):
-        for codes in widen(words[i]):
-            pair = _add_squares(codes, pair)
-    low, high = unpack(pair, Float16)
-    return low + high
+def _words_of(chunk: cute.Tensor) -> cute.Tensor:
+    words = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
+    cute.autovec_copy(chunk, words)
+    return words
+
+
+def _sum_of_squares(chunks: list) -> Float32:
+    """Of codes, each times ``SQUARED_BY``; those of a chunk are added up in float16."""
+    total = Float32(0.0)
+    for words in chunks:
+        pair = Int32(0)
+        for i in range(CHUNK_WORDS):
+            for codes in widen(words[i]):
+                pair = _add_squares(codes, pair)
+        low, high = unpack(pair, Float16)
+        total = total + (low + high)
+    return total
+
+
+def _lower_words(chunks: list, halvings: Int32):
+    factor = _power_of_two(-halvings)
+    pair = pack(factor, factor, Float16)
+    for words in chunks:
+        for i in range(CHUNK_WORDS):
+            words[i] = _lowered(words[i], pair)
 
 
 def _add_squares(codes: Int32, pair: Int32) -> Int32:

@@ -8,7 +8,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_kernels.fast_math import pin
 from cute_kernels.fragments import (
-    COLUMNS_PER_GROUP,
     COLUMNS_PER_PAIR,
     LANES_PER_ROW,
     ROWS_PER_THREAD,
@@ -70,10 +69,13 @@ class MeanOfV(NoCorrection):
                 number = self._pair(j, thread)
                 cute.autovec_copy(cute.local_tile(memory, (COLUMNS_PER_PAIR,), (number,)), pair)
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    is_empty = inverse_sum[r] == Float32(0.0)
                     for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
-                        result = multiply_add(rows[r, (e, j)], inverse_sum[r], pair[e])
-                        rows[r, (e, j)] = Float32(0.0) if is_empty else result
+                        rows[r, (e, j)] = multiply_add(rows[r, (e, j)], inverse_sum[r], pair[e])
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                if inverse_sum[r] == Float32(0.0):
+                    for j in cutlass.range_constexpr(rows.shape[1][1]):
+                        for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
+                            rows[r, (e, j)] = Float32(0.0)
             if const_expr(self.has_quads):
                 # No barrier of the epilogue follows.
                 sync_warpgroup(wg)
@@ -82,10 +84,9 @@ class MeanOfV(NoCorrection):
 
     def _pair(self, j: int, thread: Int32) -> Int32:
         """Number of a thread's pair of columns ``j``."""
-        columns = self.vector.shape[2]
         if self.has_quads:
-            return cutlass.min(pair_of_quads(j, thread), columns // COLUMNS_PER_PAIR - 1)
-        return cutlass.min(columns // COLUMNS_PER_GROUP - 1, j) * LANES_PER_ROW + thread % LANES_PER_ROW
+            return pair_of_quads(j, thread)
+        return j * LANES_PER_ROW + thread % LANES_PER_ROW
 
     def _place(self) -> tuple[Int32, Int32]:
         """(warpgroup, thread of it): read where they are asked for."""
