@@ -77,12 +77,7 @@ def store_quads(acc: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32):
             )
             for j in range(0, rows.shape[1][1], 4)
         ]
-        if row + r * ROW_STRIDE < target.shape[0]:
-            start = target[row + r * ROW_STRIDE, None].iterator + column
-            for j in cutlass.range_constexpr(len(octets)):
-                first = j * 4 * COLUMNS_PER_GROUP
-                if first + column < target.shape[1]:
-                    _store_four_words(start.toint(), octets[j], first * target.element_type.width // 8)
+        _store_octets_of_row(octets, target, row + r * ROW_STRIDE, column)
 
 
 @cute.jit
@@ -94,6 +89,18 @@ def _exchange_quads(words: list, is_odd: Boolean) -> list:
     come = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in sent]
     first = [come[i] if is_odd else kept[i] for i in range(2)]
     return first + [kept[i] if is_odd else come[i] for i in range(2)]
+
+
+@cute.jit
+def _store_octets_of_row(octets: list, target: cute.Tensor, row: Int32, column: Int32):
+    """What ``store_quads`` and ``store_octets`` end with: eight columns from ``column`` on of each 32, four words, to a
+    row and columns that there may not be."""
+    if row < target.shape[0]:
+        start = target[row, None].iterator + column
+        for j in cutlass.range_constexpr(len(octets)):
+            first = j * 4 * COLUMNS_PER_GROUP
+            if first + column < target.shape[1]:
+                _store_four_words(start.toint(), octets[j], first * target.element_type.width // 8)
 
 
 def _store_four_words(address: Int64, words: list, offset: int) -> None:
@@ -120,12 +127,7 @@ def store_octets(acc: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32)
             )
             for j in range(0, rows.shape[1][1], 4)
         ]
-        if row + r * ROW_STRIDE < target.shape[0]:
-            start = target[row + r * ROW_STRIDE, None].iterator + column
-            for j in cutlass.range_constexpr(len(octets)):
-                first = j * 4 * COLUMNS_PER_GROUP
-                if first + column < target.shape[1]:
-                    _store_four_words(start.toint(), octets[j], first * target.element_type.width // 8)
+        _store_octets_of_row(octets, target, row + r * ROW_STRIDE, column)
 
 
 @cute.jit

@@ -171,24 +171,18 @@ class OrderedGradientOfQ(GradientOfQ):
 @cute.jit
 def add_in_bulk(source: cute.Tensor, target: cute.Tensor):
     """Start adding float32 words in shared memory to as many in global memory, both contiguous; by one thread."""
-    cute.arch.inline_ptx(
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[
-            target.iterator.toint(),
-            source.iterator.toint(),
-            Int32(4 * cute.size(source)),
-        ],
-    )
+    _copy_in_bulk("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", source, target)
 
 
 @cute.jit
 def store_in_bulk(source: cute.Tensor, target: cute.Tensor):
     """``add_in_bulk`` that writes over what is there."""
+    _copy_in_bulk("cp.async.bulk.global.shared::cta.bulk_group", source, target)
+
+
+def _copy_in_bulk(instruction: str, source: cute.Tensor, target: cute.Tensor) -> None:
+    """Start an instruction that copies all words of ``source``, of 4 bytes, to ``target``."""
     cute.arch.inline_ptx(
-        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-        read_only_args=[
-            target.iterator.toint(),
-            source.iterator.toint(),
-            Int32(4 * cute.size(source)),
-        ],
+        f"{instruction} [{{$r0}}], [{{$r1}}], {{$r2}};",
+        read_only_args=[target.iterator.toint(), source.iterator.toint(), Int32(4 * cute.size(source))],
     )
