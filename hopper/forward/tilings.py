@@ -203,6 +203,7 @@ PLAIN_TILINGS: dict[tuple[int, int, bool], tuple[PlainTiling, ...]] = {
     (128, 128, False): (
         PlainTiling(range(104, 105), 1280, high_tiling(96, 3)),
         PlainTiling(range(112, 121), 1280, high_tiling(96, 3, 4096)),
+        PlainTiling(range(128, 129), 1280, tiling(128, 176, 2, ping_pong=False)),
     ),
     (128, 128, True): (PlainTiling(range(104, 105), 1280, high_tiling(96, 3)),),
     (160, 160, True): (
