@@ -189,7 +189,11 @@ def test_plain_output_of_128_columns_leaves_from_registers_where_it_has_no_place
 def test_a_warpgroup_without_a_query_leaves_plain_blocks_of_176_keys_out():
     config = select_plain_config("bfloat16", 128, 128, False, 1281)
     assert config.walks_apart and config.o_from_registers and config.first_widths == base().first_widths
-    assert not select_plain_config("bfloat16", 128, 128, False, 1280).walks_apart
+    for seqlen_k in (*range(1025, 1281), 4099):
+        by_padding = select_forward_config("bfloat16", 128, 128, False, seqlen_k)
+        plain = select_plain_config("bfloat16", 128, 128, False, seqlen_k)
+        assert plain == replace(by_padding, ping_pong=by_padding.tile_n != 176)
+    assert select_plain_config("bfloat16", 128, 128, False, 300).ping_pong
     assert not select_plain_config("bfloat16", 120, 120, False, 16384).walks_apart
     assert not select_plain_config("bfloat16", 256, 256, False, 16384).walks_apart
 
