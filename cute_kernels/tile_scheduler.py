@@ -34,11 +34,15 @@ def heads_per_section(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
     """Key/value heads of a section of a causal grid: sections are about as large as each other.
 
     A last section of few heads would begin with the longest tiles when everything else is done, and has too few of
-    them for all CTAs. An eighth more than ``heads_in_l2`` is let through, so that a few keys more than a round number
-    do not split all sections anew.
+    them for all CTAs: of 16 heads, three at a time would leave one for it. So there are fewer in each where that leaves
+    no fewer for the last one. An eighth more than ``heads_in_l2`` is let through, so that a few keys more than a round
+    number do not split all sections anew.
     """
-    limit = heads_in_l2(bytes_per_key * 8 // 9, seqlen_k, kv_heads)
-    return ceil_div(kv_heads, ceil_div(kv_heads, limit))
+    sections = ceil_div(kv_heads, heads_in_l2(bytes_per_key * 8 // 9, seqlen_k, kv_heads))
+    most, least = ceil_div(kv_heads, sections), kv_heads // sections
+    of_most, of_least = (kv_heads - (ceil_div(kv_heads, n) - 1) * n for n in (most, least))
+    # They are the same number, or next to each other.
+    return most - (most - least) * minimum(maximum(of_least - of_most + 1, 0), 1)
 
 
 def heads_in_turn(most: Any, kv_heads: Any) -> Any:

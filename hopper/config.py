@@ -42,13 +42,13 @@ WIDE_HEAD_DIM = 160
 """From here on a Q that is awaited costs more than warpgroups that wait for each other once a tile."""
 
 ENDING_WIDTHS = {
-    (128, 176, False): (48, 112),
+    (128, 176, False): (64, 112),
     (256, 80, False): (32, 48, 64),
     (256, 80, True): (32, 48, 64),
 }
 """By head_dim, keys of a block, which divide no power of two, and causal: keys that the last block may be cut to
 (``ForwardConfig.first_widths``). Of 2048, 4096, 8192 and 16384 keys 176 leave 112, 48, 96 and 16, and 80 leave 48, 16,
-32 and 64."""
+32 and 64. A few keys more than 4096 leave 64 at most."""
 
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
@@ -150,10 +150,13 @@ class ForwardConfig:
     def walks_apart(self) -> bool:
         """Whether a consumer warpgroup visits the key blocks that its own rows see, and leaves out the others of its
         tile. Where they take no turns, none waits for one that has left. Without a mask only warpgroups without a query
-        would leave blocks out. Of two warpgroups in e4m3 it has not been measured."""
+        leave blocks out: at head_dim 128, with blocks of 176 keys. At 256 nothing is gained, and of two warpgroups in
+        e4m3 it has not been measured.
+        """
         is_masked = self.causal or self.window
         has_parts = self.consumers > 2 or (self.consumers == 2 and self.element_bytes == 2)
-        return is_masked and has_parts and self.warp_specialized and not self.ping_pong
+        is_known = is_masked or (self.cuts_first_product and self.head_dim == 128)
+        return is_known and has_parts and self.warp_specialized and not self.ping_pong
 
     @property
     def first_widths(self) -> tuple[int, ...]:
@@ -182,8 +185,9 @@ class ForwardConfig:
     @property
     def loads_k_ahead(self) -> bool:
         """Whether K of a block is loaded before V of the one in front of it, in the order in which consumers ask for
-        them. Where O has no place in shared memory, V of a tile awaits nothing but the V before it."""
-        return self.o_from_registers and self.element_bytes == 2
+        them. Where O has no place in shared memory, V of a tile awaits nothing but the V before it. At head_dim 128 it
+        does not pay."""
+        return self.o_from_registers and self.element_bytes == 2 and self.head_dim == MAX_HEAD_DIM
 
     @property
     def adds_row_bias_late(self) -> bool:
@@ -295,10 +299,10 @@ class ForwardConfig:
     @property
     def o_from_registers(self) -> bool:
         """Whether O goes from registers straight to global memory, so that nothing is awaited for its sake: in 16 bits
-        where it has no place of its own and its rows are so wide that all of V's place would be needed."""
-        is_wide = self.head_dim == self.head_dim_v == MAX_HEAD_DIM and not self.used_head_dim
-        is_bare = self.is_plain and self.element_bytes == 2
-        return is_wide and is_bare and self.pipelined and self.warp_specialized
+        at head_dim 128 and 256, where it has no place of its own. Where it has one that is faster."""
+        is_known = self.head_dim == self.head_dim_v and self.head_dim in (128, MAX_HEAD_DIM)
+        is_bare = self.is_plain and self.element_bytes == 2 and not self.used_head_dim
+        return is_known and is_bare and self._o_needs_place and self.pipelined and self.warp_specialized
 
     @property
     def has_short_beginnings(self) -> bool:

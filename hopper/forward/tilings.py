@@ -203,6 +203,10 @@ PLAIN_TILINGS: dict[tuple[int, int, bool], tuple[PlainTiling, ...]] = {
     (128, 128, False): (
         PlainTiling(range(104, 105), 1280, high_tiling(96, 3)),
         PlainTiling(range(112, 121), 1280, high_tiling(96, 3, 4096)),
+        *(
+            PlainTiling(range(128, 129), above, tiling(128, 176, 2, most, ping_pong=False))
+            for above, most in ((1024, 1056), (1152, 1232), (1280, ANY_LENGTH))
+        ),
     ),
     (128, 128, True): (PlainTiling(range(104, 105), 1280, high_tiling(96, 3)),),
     (160, 160, True): (
@@ -214,7 +218,8 @@ PLAIN_TILINGS: dict[tuple[int, int, bool], tuple[PlainTiling, ...]] = {
 }
 """Rows before all others where sequences have one length, there is no window, and nothing is done to scores. Tiles of
 192 queries read K and V less often, which rows that do not fill whole sectors or boxes pay for twice
-(`forward_head_dims.json` in the development results)."""
+(`forward_head_dims.json` in the development results). At head_dim 128 without a mask blocks of 176 keys, where they pad
+least or keys are many, are visited without turns (`forward_walks.json`)."""
 
 PARTS_OF_SECTORS, WHOLE_BOXES = range(136, 153, 16), 192
 """Head_dims whose rows end within a sector of 32 bytes, which TMA takes longest over where a tile's rows are boxes of

@@ -61,6 +61,9 @@ def test_a_head_too_large_for_the_l2_is_a_section_of_its_own():
         (512, 12000, 16, 6),
         (512, 2**20, 3, 1),
         (512, 10, 7, 7),
+        (768, 16384, 16, 2),
+        (512, 20000, 16, 2),
+        (512, 14000, 32, 4),
     ],
 )
 def test_sections_are_about_as_large_as_each_other(bytes_per_key, seqlen_k, kv_heads, expected):
@@ -68,7 +71,8 @@ def test_sections_are_about_as_large_as_each_other(bytes_per_key, seqlen_k, kv_h
 
 
 @pytest.mark.parametrize(
-    "seqlen,heads,head_dim", [(4096, 32, 128), (4099, 32, 128), (8193, 16, 256), (2049, 64, 128)]
+    "seqlen,heads,head_dim",
+    [(4096, 32, 128), (4099, 32, 128), (8193, 16, 256), (2049, 64, 128), (20000, 16, 128)],
 )
 def test_a_few_keys_more_leave_no_long_tiles_for_the_end(seqlen, heads, head_dim):
     """Time of the CTA that ends last over that of all on average, on 132 SMs; a tile takes as long as its blocks."""

@@ -152,7 +152,7 @@ def test_invalid_field_is_named(change, message):
 
 
 def test_output_staging_shares_query_memory_only_when_it_must():
-    wide = base()
+    wide = replace(base(), sinks=True)
     narrow = replace(wide, tile_n=128)
     assert wide.o_shares_q and wide.smem_bytes + wide.o_bytes > SMEM_BYTES
     assert not narrow.o_shares_q
@@ -173,7 +173,29 @@ def test_output_of_wide_heads_is_staged_in_the_memory_of_v():
     # A tile's last V may be as short as O is long, but no shorter; loads of pages go their own way.
     windowed = asked[0]
     assert replace(windowed, tile_n=64).o_shares_v and replace(windowed, tile_n=80, page_box=16).o_shares_q
-    assert not base().o_shares_v and base().o_shares_q
+    windowed = replace(base(), window=True)
+    assert not windowed.o_shares_v and windowed.o_shares_q
+
+
+def test_plain_output_of_128_columns_leaves_from_registers_where_it_has_no_place():
+    wide, narrow = base(), select_forward_config("bfloat16", 128, 128, False, 512)
+    assert wide.o_from_registers and not wide.o_shares_q and not wide.loads_k_ahead
+    assert not narrow.o_from_registers and not narrow.o_shares_q
+    others = [replace(wide, **{field: True}) for field in ("window", "sinks", "dropout")]
+    others.append(replace(wide, used_head_dim=112, used_head_dim_v=112))
+    assert all(config.o_shares_q and not config.o_from_registers for config in others)
+
+
+def test_a_warpgroup_without_a_query_leaves_plain_blocks_of_176_keys_out():
+    config = select_plain_config("bfloat16", 128, 128, False, 1281)
+    assert config.walks_apart and config.o_from_registers and config.first_widths == base().first_widths
+    for seqlen_k in (*range(1025, 1281), 4099):
+        by_padding = select_forward_config("bfloat16", 128, 128, False, seqlen_k)
+        plain = select_plain_config("bfloat16", 128, 128, False, seqlen_k)
+        assert plain == replace(by_padding, ping_pong=by_padding.tile_n != 176)
+    assert select_plain_config("bfloat16", 128, 128, False, 300).ping_pong
+    assert not select_plain_config("bfloat16", 120, 120, False, 16384).walks_apart
+    assert not select_plain_config("bfloat16", 256, 256, False, 16384).walks_apart
 
 
 def test_blocks_that_divide_no_power_of_two_are_cut_at_the_end():
@@ -181,7 +203,7 @@ def test_blocks_that_divide_no_power_of_two_are_cut_at_the_end():
         config = select_forward_config("bfloat16", head_dim, head_dim, causal, seqlen_k)
         return replace(config, **others)
 
-    assert of(128, False, 4096).first_widths == (48, 112)
+    assert of(128, False, 4096).first_widths == (64, 112)
     assert of(256, False, 4096).first_widths == of(256, True, 4096).first_widths == (32, 48, 64)
     for config in (of(128, False, 4096), of(256, True, 4096)):
         # Each left over by a usual length is within one of them, and in whole steps of P V.

@@ -118,11 +118,19 @@ def test_output_from_registers_of_several_tiles(causal: bool, seqlens: tuple[int
     check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 256), ctas=2)
 
 
-@pytest.mark.parametrize("rest", [1, 48, 49, 112, 113, 176])
+@pytest.mark.parametrize("seqlens", [(131, 400), (260, 170), (60, 176)])
+def test_a_warpgroup_without_a_query_lets_blocks_pass(seqlens: tuple[int, int]) -> None:
+    """In the last tile of each head; O goes from registers."""
+    config = select_plain_config("bfloat16", 128, 128, False, 16384)
+    assert config.walks_apart and config.o_from_registers
+    check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128), ctas=2)
+
+
+@pytest.mark.parametrize("rest", [1, 64, 65, 112, 113, 176])
 def test_the_last_block_is_cut_to_the_keys_that_there_are(rest: int) -> None:
     """Alone, in front of one other block, and of two; with tiles that follow."""
     config = select_forward_config("float16", 128, 128, False, 16384)
-    assert config.first_widths == (48, 112) and config.cuts_first_product
+    assert config.first_widths == (64, 112) and config.cuts_first_product
     for blocks in range(3):
         check_forward(config, draw(torch.float16, (140, 176 * blocks + rest), (1, 1), 128))
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from hopper.config import ForwardConfig, Registers, validate_forward_config
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper.forward.tilings import select_forward_config
+from hopper.forward.tilings import select_forward_config, select_plain_config
 from hopper_attention.cli import app
 from hopper_attention.experiments.ablation import run as ablation
 from hopper_attention.experiments.ablation.clock import render_clock
@@ -172,7 +172,8 @@ def test_the_default_problem_is_the_papers() -> None:
 
 def test_the_shipped_config_is_the_one_that_serves_the_problem() -> None:
     every = tuple(VARIANTS.values())
-    assert Ablation(ABLATION, "float16", every).shipped == D128
+    plain = select_plain_config("float16", 128, 128, False, 8448)
+    assert Ablation(ABLATION, "float16", every).shipped == plain == replace(D128, ping_pong=False)
     problem = ablation_problem(PAPER_SIZES, "fp8", False)
     assert Ablation(problem, "fp8", every).shipped == FP8_D128
 
@@ -472,9 +473,11 @@ def test_rendering_takes_a_report_that_was_committed(tmp_path: Path) -> None:
 
 
 def test_code_is_shown_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ablation, "inspect_config", lambda config: CODE)
-    monkeypatch.setattr(ablation, "compile_missing", lambda configs, jobs, done: {D128.name: "no registers"})
     spec = Ablation(ABLATION, "float16", parse_variants("one-consumer"))
+    monkeypatch.setattr(ablation, "inspect_config", lambda config: CODE)
+    monkeypatch.setattr(
+        ablation, "compile_missing", lambda configs, jobs, done: {spec.shipped.name: "no registers"}
+    )
     inspected = ablation.inspect_variants(spec, 1)
     assert inspected[0].code == Failed("does not compile: no registers")
     assert {entry.variant for entry in inspected} == {"full", "one-consumer"}
