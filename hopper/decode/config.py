@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,8 +58,8 @@ class DecodeConfig:
     at a time, which TMA brings in boxes of ``box_rows`` keys, each of one page.
     ``layout`` is that of Q and O. With ``leftpad`` a sequence begins behind the first row of its cache, which is page b
     for sequence b unless it is ``paged``. With ``limits_splits`` a tile is in no more parts than the kernel is given. A
-    cache of ``cache_dtype`` e4m3 is multiplied as it is where tiles have few rows: these are columns of a WGMMA then,
-    two each (``SwappedConsumer``). Else it comes to ``raw_stages`` stages of its own, and two warpgroups widen it to
+    cache of ``cache_dtype`` e4m3 stays so in shared memory where tiles have few rows: these are columns of a product
+    then (``SwappedConsumer``). Else it comes to ``raw_stages`` stages of its own, and two warpgroups widen it to
     float16, which holds every e4m3 number as it is. An empty ``cache_dtype`` is ``dtype``. With ``e4m3_queries`` Q is
     of e4m3 too, and ``dtype`` that of O. With ``row_scales`` each key of such a cache has a scale of its own, and each
     value; else a sequence has one for each K/V head. With a ``cluster`` of several CTAs a launch has one for each tile,
@@ -248,7 +249,8 @@ TILE_N_SWAPPED = {64: 128, 128: 128, 192: 64, 256: 64}
 """The same for a swapped kernel."""
 
 TILE_M = {"": (32, 64), E4M3: (*SWAPPED_TILE_M, 32, 64)}
-"""Rows that a tile may have with a cache of 16 bits, or of e4m3. Queries in float16 have 11 bits, and are not split."""
+"""Rows that a tile may have with a cache of 16 bits, or of e4m3. P for an output in float16 has 11 bits, and is not
+split."""
 
 PAIRED_TILE_M = 2 * WARPGROUP_ROWS
 """Rows of a tile of two consumers, which multiply every block of keys twice."""
@@ -257,9 +259,14 @@ TILE_N_PAIRED = {64: 128, 128: 96}
 """Keys of a block for two consumers, by the larger of the two head_dims: their registers do not hold more."""
 
 
+def query_words(tile_m: int, head_dim: int) -> tuple[int, ...]:
+    """Words of Q as float16 that a swapped kernel keeps: (words, lanes, steps of 16 columns, groups of 8 rows)."""
+    return 2, WARP_THREADS, head_dim // 16, -(-tile_m // 8)
+
+
 def swapped_bytes(tile_m: int, head_dim: int, tile_n: int) -> int:
-    """Shared memory for both terms of Q and P, and for a number of each row from each of four warps."""
-    return 2 * tile_m * (head_dim + tile_n) + 4 * 4 * tile_m
+    """Shared memory for Q, both terms of P, and a number of each row from each of four warps."""
+    return 4 * math.prod(query_words(tile_m, head_dim)) + 2 * tile_m * tile_n + 4 * 4 * tile_m
 
 
 def scale_bytes(tile_n: int) -> int:

@@ -1,5 +1,6 @@
 """The Hopper decode kernel: few queries, many keys, which lie in a cache."""
 
+import math
 from typing import Any
 
 import cutlass
@@ -22,6 +23,7 @@ from hopper.decode.config import (
     PRODUCER_WARPS,
     DecodeConfig,
     cluster_bytes,
+    query_words,
     validate_decode_config,
 )
 from hopper.decode.consumer import Consumer
@@ -411,6 +413,7 @@ class DecodeKernel:
         columns_k, columns_v = c.tile_n * c.head_dim, c.tile_n * c.head_dim_v
         of_cluster = cluster_bytes(c.tile_m, c.head_dim_v, c.cluster) // 4
         swapped, scaled = int(c.is_swapped), int(c.row_scales) * c.stages * c.tile_n
+        words_of_q = swapped * math.prod(query_words(c.tile_m, c.head_dim))
 
         @cute.struct
         class SharedStorage:
@@ -422,9 +425,7 @@ class DecodeKernel:
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * columns_v], 1024]
             sKraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_k], 1024]
             sVraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_v], 1024]
-            sQ: cute.struct.Align[
-                cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.head_dim], 1024
-            ]
+            sQ: cute.struct.Align[cute.struct.MemRange[Int32, words_of_q], 128]
             sP: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, swapped * c.split_rows * c.tile_n], 1024]
             exchange: cute.struct.MemRange[Float32, swapped * WARPS_PER_WARPGROUP * c.tile_m]
             sKscales: cute.struct.MemRange[Float32, scaled]

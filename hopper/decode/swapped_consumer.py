@@ -1,26 +1,27 @@
-"""The consumer warpgroup of a cache of e4m3: K and V are multiplied as they are, as the first operands."""
+"""The consumer warpgroup of a cache of e4m3: K and V are the first operands, V as it is, K widened in registers."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int16, Int32, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.pipeline import PipelineState
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.fast_math import as_float, max_over_lanes, permute_bytes, split_e4m3, unpack
+from cute_kernels.fast_math import permute_bytes, split_e4m3
 from cute_kernels.fragments import COLUMNS_PER_GROUP, LANES_PER_ROW
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.window import Window
 from hopper.config import WARPGROUP_ROWS
-from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
+from hopper.decode.config import DecodeConfig, query_words
 from hopper.decode.masks import SwappedMask
 from hopper.decode.operands import Keys, clear_rows, sync_consumers
 from hopper.decode.row_scales import largest_of_block
 from hopper.decode.rows import SwappedRows, TileRows
+from hopper.decode.swapped_scores import SwappedScores
 from hopper.decode.swapped_softmax import SwappedSoftmax
 from hopper.swizzled_bytes import SwizzledBytes, store_16_bits
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
-from hopper.wgmma import issue_gemm, issue_step, keep_descriptor
+from hopper.wgmma import issue_gemm
 
 LANES = 32
 KEYS_PER_STEP = 32
@@ -32,51 +33,46 @@ KEYS_PER_THREAD = 32
 TERM_SCALE = 16.0
 """A second term is this much finer than the first: e4m3 has 4 bits."""
 
-PRODUCTS = {4: 16, 8: 16, 16: 1}
-"""Products of K Q^T that there are registers for, by the rows of a tile; half as many with 256 columns."""
+FEW_OF_O, MOST_OF_O = 8, 16
+"""Numbers of O of a thread, beside which there are registers for all of the rest, and for most of it."""
 
 P_SCALE = 256.0
 """P, of 1 at most, as it is split; e4m3 goes to 448."""
 
-Q_EXPONENT = 7
-"""Of the largest element of a row of Q as it is split."""
 
-SCALED_QUERIES = {"smallest": 8, "infinite": 255}
-"""Exponents of float32, with their bias of 127, that bound those of a row's largest element: no power of two is smaller
-by which its row could be scaled, and none is greater."""
+def has_registers(config: DecodeConfig) -> bool:
+    """Whether K Q^T of a block may be found beside P V of the one before it: else a thread spills."""
+    c = config
+    numbers = 2 * c.head_dim_v // WARPGROUP_ROWS * c.rows_per_thread
+    has_edges = c.window and (c.chunk or c.leftpad)
+    return numbers <= (FEW_OF_O if has_edges else MOST_OF_O)
 
 
-def swapped_mmas(config: DecodeConfig) -> tuple[cute.TiledMma, cute.TiledMma]:
-    """K Q^T with K in shared memory, and V^T P^T with V in registers."""
-    sources = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-    return tuple(
-        hopper_helpers.make_trivial_tiled_mma(
-            Float8E4M3FN,
-            Float8E4M3FN,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (1, 1, 1),
-            (WARPGROUP_ROWS, config.split_rows),
-            a_source=source,
-        )
-        for source in sources
+def swapped_mma(config: DecodeConfig) -> cute.TiledMma:
+    """V^T P^T with V in registers."""
+    return hopper_helpers.make_trivial_tiled_mma(
+        Float8E4M3FN,
+        Float8E4M3FN,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+        Float32,
+        (1, 1, 1),
+        (WARPGROUP_ROWS, config.split_rows),
+        a_source=warpgroup.OperandSource.RMEM,
     )
 
 
 class SwappedConsumer(LoopInvariant):
-    """S^T = K Q^T and O^T = V^T P^T: keys, and columns of V, are the 64 rows of a WGMMA, and query rows its columns, of
-    which there may be as few as 8.
+    """S^T = K Q^T and O^T = V^T P^T: keys, and columns of V, are the 64 rows of a product, and query rows its columns,
+    of which there may be as few as 8.
 
     So a few query rows need no tile of 64, and V, which WGMMA would want in columns as a second operand, is a first
     one: ``ldmatrix`` and byte permutations turn it on its way to registers.
 
-    Q and P are split into two terms of e4m3, the second 16 times finer, in two columns side by side: of bfloat16 that
-    is all, 8 bits being twice 4, and P is as exact as bfloat16 has it. The four lanes of a row of an accumulator hold
-    both terms of a query row each, and add them.
-
-    Scores are added up in float32 from a product for each 32 columns, as ``SplitScoresConsumer`` has it, and O from a
-    product for each key block, since WGMMA cuts sums of e4m3 at 2^-13 of the largest term.
+    Scores come from ``SwappedScores``, as exact as float32 adds them up. P is split into two terms of e4m3, the second
+    16 times finer, in two columns side by side: so it is as exact as bfloat16 has it. The four lanes of a row of an
+    accumulator hold both terms of a query row each, and add them. O is added up in float32 from a product for each key
+    block, since WGMMA cuts sums of e4m3 at 2^-13 of the largest term.
 
     Scales of single keys multiply their scores, before any is masked, and those of single values P before it is split.
     """
@@ -85,30 +81,23 @@ class SwappedConsumer(LoopInvariant):
         self.config, self.k, self.v, self.thread = config, k, v, thread
         self.warp, self.lane = thread // LANES, thread % LANES
         c = config
-        sQ, sP, exchange = (
-            memory[0].get_tensor(self._layout(c.head_dim).outer, swizzle=self._layout(c.head_dim).inner),
-            memory[1].get_tensor(self._layout(c.tile_n).outer, swizzle=self._layout(c.tile_n).inner),
-            memory[2].get_tensor(cute.make_layout((WARPS_PER_WARPGROUP, c.tile_m))),
-        )
+        layout = swizzled_layout(c.split_rows, c.tile_n, 1, Float8E4M3FN)
+        sQ = memory[0].get_tensor(cute.make_layout(query_words(c.tile_m, c.head_dim)))
+        sP = memory[1].get_tensor(layout.outer, swizzle=layout.inner)
+        exchange = memory[2].get_tensor(cute.make_layout((WARPS_PER_WARPGROUP, c.tile_m)))
         self.softmax = SwappedSoftmax(c, exchange, self.warp, self.lane)
         self.exchange = exchange
-        self.qk, self.pv = swapped_mmas(c)
-        self.tSrK = keep_descriptor(self.qk.make_fragment_A(self.qk.get_slice(0).partition_A(k.smem)))
-        self.tSrQ = self.qk.make_fragment_B(self.qk.get_slice(0).partition_B(sQ))[None, None, None, 0]
+        self.scores = SwappedScores(c, k, sQ, self.warp, self.lane)
+        self.pv = swapped_mma(c)
         self.tOrP = self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(sP))[None, None, None, 0]
         self.tOrV = cute.make_rmem_tensor(self.pv.partition_shape_A((c.head_dim_v, c.tile_n)), Float8E4M3FN)
         self.acc = cute.make_rmem_tensor(self.pv.partition_shape_C((c.head_dim_v, c.split_rows)), Float32)
         self.values = SwizzledBytes(v.smem, c.tile_n, c.head_dim_v)
-        self.queries = SwizzledBytes(sQ, c.split_rows, c.head_dim)
         self.weights = SwizzledBytes(sP, c.split_rows, c.tile_n)
         self.pairs = c.head_dim_v // WARPGROUP_ROWS
         self.o = cute.make_rmem_tensor((2, self.pairs, c.rows_per_thread), Float32)
         self.weight_factors = cute.make_rmem_tensor(c.tile_n // KEYS_PER_THREAD, Float32)
         self.product_factor = cute.make_rmem_tensor(1, Float32)
-
-    def _layout(self, columns: int) -> cute.ComposedLayout:
-        """Of both terms of all rows."""
-        return swizzled_layout(self.config.split_rows, columns, 1, Float8E4M3FN)
 
     def _terms(self, acc: cute.Tensor) -> cute.Tensor:
         """An accumulator by term, which of two rows of a WGMMA, query row and WGMMA."""
@@ -137,32 +126,8 @@ class SwappedConsumer(LoopInvariant):
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, rows: SwappedRows, scale_log2: Float32):
-        """The rows of Q as two terms each, a warp for every fourth row; zeros for rows and columns that there are not,
-        and for the second term of e4m3."""
-        c = self.config
-        for i in cutlass.range_constexpr(c.rows_per_thread):
-            row = ROWS_PER_GROUP * i + self.warp
-            pair = Int16 if const_expr(c.e4m3_queries) else Int32
-            source = cute.recast_tensor(rows.tile.of(mQ, row), pair)
-            words = []
-            for n in cutlass.range_constexpr(c.head_dim // (2 * LANES)):
-                number, word = n * LANES + self.lane, pair(0)
-                if row < rows.tile.count and number < cute.size(source):
-                    word = source[number]
-                words.append(word)
-            if const_expr(c.e4m3_queries):
-                inverse, terms = Float32(1.0), [(word, Int16(0)) for word in words]
-            else:
-                inverse, terms = split_row([unpack(word, mQ.element_type) for word in words])
-            for n, of_pair in enumerate(terms):
-                number = 2 * (n * LANES + self.lane)
-                for term, word in enumerate(of_pair):
-                    line = COLUMNS_PER_GROUP * i + 2 * self.warp + term
-                    address = self.queries.address(Int32(0), line, number // 16) + number % 16
-                    store_16_bits(address, word)
-            if self.lane == 0:
-                self.exchange[0, row] = inverse * scale_log2
-        cute.arch.fence_view_async_shared()
+        """Take the rows of Q, and begin."""
+        self.scores.load_queries(mQ, rows, scale_log2, self.exchange[0, None])
         sync_consumers()
         self.softmax.start()
 
@@ -173,54 +138,34 @@ class SwappedConsumer(LoopInvariant):
         """Leave O of key blocks ``first`` to ``end``, one at least, in ``o``, not normalised, and their sums in
         ``softmax``; ``edges`` are left_masked_end and unmasked_end of ``SequenceBlocks``.
 
-        K Q^T of a block is under way while the softmax of the one before it is.
+        K Q^T of a block is found while P V of the one before it is, if there are registers for both.
         """
-        shape = self.qk.partition_shape_C((self.config.tile_n, self.config.split_rows))
-        products = tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(self._products()))
-        scores = cute.make_rmem_tensor((2 * cute.size(shape[1]), self.config.rows_per_thread), Float32)
+        scores = self.scores.of_thread()
+        is_early = has_registers(self.config)
         self.o.fill(0.0)
-        self._start_scores(products, state)
-        warpgroup.wait_group(0)
+        self._take_scores(scores, state)
         for step in cutlass.range(end - first - 1, unroll=1):
-            block = end - 1 - step
-            next_state = state.clone()
-            next_state.advance()
-            self._take_scores(products, scores, state)
-            self._start_scores(products, next_state)
-            self._finish_block(scores, mask, edges, block, state)
+            self._start_product(scores, mask, edges, end - 1 - step, state)
             state.advance()
-        self._take_scores(products, scores, state)
-        self._finish_block(scores, mask, edges, first, state)
+            if const_expr(is_early):
+                self._take_scores(scores, state)
+            warpgroup.wait_group(0)
+            self._add_product()
+            if const_expr(not is_early):
+                self._take_scores(scores, state)
+        self._start_product(scores, mask, edges, first, state)
+        warpgroup.wait_group(0)
+        self._add_product()
         self.softmax.finish()
         state.advance()
         return state
 
-    def _products(self) -> int:
-        c = self.config
-        halves = 2 if max(c.head_dim, c.head_dim_v) > 192 else 1
-        return min(cute.size(self.tSrQ.shape[2]), max(PRODUCTS[c.tile_m] // halves, 1))
-
     @cute.jit
-    def _start_scores(self, products: tuple, state: PipelineState):
-        """Start K Q^T of the block at ``state``, of as many steps of 32 columns as there are products."""
-        self.k.pipe.consumer_wait(state)
-        self._issue_scores(products, state, 0)
-
-    def _issue_scores(self, products: tuple, state: PipelineState, first: int):
-        tSrK = self.tSrK[None, None, None, state.index]
-        for k, product in enumerate(products):
-            issue_step(self.qk, product, tSrK, self.tSrQ, first + k, closes=k + 1 == len(products))
-
-    @cute.jit
-    def _take_scores(self, products: tuple, scores: cute.Tensor, state: PipelineState):
-        """The scores of the block at ``state``, whose first steps are done; the others are done here."""
-        scores.fill(0.0)
-        self._add_scores(products, scores)
-        for first in cutlass.range_constexpr(len(products), cute.size(self.tSrQ.shape[2]), len(products)):
-            self._issue_scores(products, state, first)
-            warpgroup.wait_group(0)
-            self._add_scores(products, scores)
+    def _take_scores(self, scores: cute.Tensor, state: PipelineState):
+        """The scores of the block at ``state``."""
+        self.scores.take(state)
         self._scale_scores(scores, state)
+        cute.arch.sync_warp()
         self.k.release(state, self.lane)
 
     def _key(self, n: int) -> Int32:
@@ -236,22 +181,13 @@ class SwappedConsumer(LoopInvariant):
                 scale = scales[self._key(n), state.index]
                 for r in cutlass.range_constexpr(self.config.rows_per_thread):
                     scores[n, r] = scores[n, r] * scale
-            cute.arch.sync_warp()
-
-    def _add_scores(self, products: tuple, scores: cute.Tensor):
-        for r in range(self.config.rows_per_thread):
-            for n in range(cute.size(scores, mode=[0])):
-                for product in products:
-                    terms = self._terms(product)
-                    second = terms[1, n % 2, r, n // 2] * Float32(1 / TERM_SCALE)
-                    scores[n, r] = scores[n, r] + (second + terms[0, n % 2, r, n // 2])
 
     @cute.jit
-    def _finish_block(
+    def _start_product(
         self, scores: cute.Tensor, mask: SwappedMask, edges: tuple, block: Int32, state: PipelineState
     ):
-        """From the scores of key block ``block``, which is at ``state``, to O. All WGMMAs that are under way are done
-        then: ptxas takes them one by one where one is awaited in the next turn of a loop."""
+        """From the scores of key block ``block``, which is at ``state``, to V^T P^T. That is awaited within the same
+        turn of the loop: ptxas takes WGMMAs one by one where one is awaited in the next."""
         left_masked_end, unmasked_end = edges
         if block >= unmasked_end or block < left_masked_end:
             mask.apply(scores, block)
@@ -259,8 +195,6 @@ class SwappedConsumer(LoopInvariant):
         self._load_values(mask.seqlens.seqlen_k, block, state)
         self._store_P(scores)
         issue_gemm(self.pv, self.acc, self.tOrV, self.tOrP, False)
-        warpgroup.wait_group(0)
-        self._add_product()
 
     @cute.jit
     def _store_P(self, scores: cute.Tensor):
@@ -339,26 +273,3 @@ class SwappedConsumer(LoopInvariant):
                     if const_expr(self.config.row_scales):
                         product = product * self.product_factor[0]
                     self.o[e, j, r] = self.o[e, j, r] * self.softmax.row_scale[r] + product
-
-
-def split_row(pairs: list) -> tuple[Float32, list]:
-    """Terms of a row of Q, of which each lane of a warp has some pairs of elements, and what undoes the power of two
-    that brings the largest of all to the upper end of e4m3."""
-    largest = Float32(0.0)
-    for pair in pairs:
-        for x in pair:
-            largest = cute.arch.fmax(largest, cute.arch.fmax(x, -x))
-    scale, inverse = scales_of(max_over_lanes(largest, LANES))
-    return inverse, [split_e4m3(low * scale, high * scale, TERM_SCALE) for low, high in pairs]
-
-
-@cute.jit
-def scales_of(largest: Float32) -> tuple[Float32, Float32]:
-    """The power of two that brings a row of Q to ``Q_EXPONENT``, and its inverse: NaN for a row that is not finite,
-    which e4m3 would take for one that is."""
-    bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[largest])
-    exponent = cutlass.max(bits >> 23, SCALED_QUERIES["smallest"])
-    of_scale = (2 * 127 + Q_EXPONENT - exponent) << 23
-    of_inverse = (exponent - Q_EXPONENT) << 23
-    of_inverse = Int32(-1) if exponent == SCALED_QUERIES["infinite"] else of_inverse
-    return as_float(of_scale), as_float(of_inverse)

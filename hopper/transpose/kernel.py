@@ -1,13 +1,17 @@
 """Transposes V of e4m3 for the FP8 forward kernel."""
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cute_kernels.integers import ceil_div, divide
+from cute_kernels.invariant import LoopInvariant
 from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.quantize.config import BLOCK_STEP, CHUNK, KEYS_PER_STORE
+from hopper.quantize.kernel import PackedSide
 from hopper.quantize.words import transpose_bytes, words_at
 from hopper.transpose.config import (
     CTAS_PER_SM,
@@ -19,6 +23,38 @@ from hopper.transpose.config import (
 
 VECTOR = 16
 """Bytes that a thread loads at once."""
+
+
+STEPS = KEYS // BLOCK_STEP
+"""Of a tile. Those of packed sequences may be of as many sequences."""
+
+
+@dataclass(frozen=True)
+class TileKeys(LoopInvariant):
+    """The rows of a tile: ``keys`` from the first on, ``stride`` bytes apart."""
+
+    keys: Int32
+    stride: Int64
+
+    def find(self, key: Int32) -> tuple[Boolean, Int64]:
+        """Whether there is a row for a key of the tile, and how many bytes it lies behind the first."""
+        return key < self.keys, Int64(key) * self.stride
+
+
+@dataclass(frozen=True)
+class PackedTileKeys(LoopInvariant):
+    """The same of packed sequences, from row 0 on: lane n knows the first row of step n % STEPS of the tile, and how
+    many rows from there on are of its sequence. All keys of a warp are of one step."""
+
+    first: Int32
+    left: Int32
+    stride: Int64
+
+    def find(self, key: Int32) -> tuple[Boolean, Int64]:
+        """As ``TileKeys.find``."""
+        step, row = key // BLOCK_STEP, key % BLOCK_STEP
+        first, left = (cute.arch.shuffle_sync(x, offset=step) for x in (self.first, self.left))
+        return row < left, Int64(first + row) * self.stride
 
 
 class TransposeKernel:
@@ -69,15 +105,15 @@ class TransposeKernel:
         keys = cutlass.min(mV.shape[1] - block * KEYS, KEYS)
         source = mV.iterator.toint() + Int64(batch) * mV.stride[0] + Int64(head) * mV.stride[2]
         source = source + Int64(block * KEYS) * mV.stride[1] + part * columns
-        self._load(source, Int64(mV.stride[1]), keys, buffer, thread)
+        self._load(source, TileKeys(keys, Int64(mV.stride[1])), buffer, thread)
         cute.arch.sync_threads()
         target = mVt.iterator.toint() + Int64(batch) * mVt.stride[0] + Int64(head) * mVt.stride[1]
         target = target + Int64(part * columns) * mVt.stride[2] + block * KEYS
         self._store(target, Int64(mVt.stride[2]), keys, buffer, thread)
 
     @cute.jit
-    def _load(self, source: Int64, stride: Int64, keys: Int32, buffer: cute.Tensor, thread: Int32):
-        """Put the rows from address ``source`` on into the buffer, zeros from row ``keys`` on."""
+    def _load(self, source: Int64, keys: TileKeys | PackedTileKeys, buffer: cute.Tensor, thread: Int32):
+        """Put the rows that there are into the buffer, zeros for others; the first lies at ``source``."""
         columns = self.config.columns
         vectors = columns // VECTOR
         count = KEYS * vectors // THREADS
@@ -86,8 +122,9 @@ class TransposeKernel:
         for i in cutlass.range_constexpr(count):
             index = thread + i * THREADS
             key, vector = index // vectors, index % vectors
-            if key < keys:
-                address = source + Int64(key) * stride + vector * VECTOR
+            is_there, offset = keys.find(key)
+            if is_there:
+                address = source + offset + vector * VECTOR
                 cute.autovec_copy(words_at(address, VECTOR // 4), loaded[None, i])
         for i in cutlass.range_constexpr(count):
             index = thread + i * THREADS
@@ -125,3 +162,51 @@ class TransposeKernel:
         """Words of the buffer from ``column`` of row 16 ``run`` + ``key`` on."""
         offset = self.config.tiling.offset(run, key, column)
         return cute.local_tile(buffer, (words,), (offset // (4 * words),))
+
+
+class PackedTransposeKernel(TransposeKernel):
+    """The same of packed sequences: V (1, total, heads, columns) -> (1, heads, columns, keys), in which each sequence
+    has whole steps of 32 keys to itself (``PackedSide``). Keys of no sequence become zeros."""
+
+    @cute.jit
+    def __call__(
+        self, mV: cute.Tensor, mVt: cute.Tensor, cu_seqlens: cute.Tensor, seqused: cute.Tensor, stream
+    ):
+        """Launch; ``compile_transpose`` says what the arguments are."""
+        tiles = ceil_div(mVt.shape[3], KEYS) * (mV.shape[3] // self.config.columns)
+        self.packed_kernel(mV, mVt, cu_seqlens, seqused).launch(
+            grid=(tiles * mV.shape[2], 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def packed_kernel(self, mV: cute.Tensor, mVt: cute.Tensor, cu_seqlens: cute.Tensor, seqused: cute.Tensor):
+        columns = self.config.columns
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        words = cute.make_layout(self.config.tiling.size // 4)
+        buffer = cutlass.memory.SmemAllocator().allocate_tensor(Int32, words, 128)
+        thread, _, _ = cute.arch.thread_idx()
+        parts = mV.shape[3] // columns
+        tile = cute.arch.block_idx()[0]
+        row = divide(tile, parts)
+        column = (tile - row * parts) * columns
+        block = divide(row, mV.shape[2])
+        head = row - block * mV.shape[2]
+        side = PackedSide(cu_seqlens, seqused, mV.shape[1], BLOCK_STEP)
+        number, sequence, offset, length = side.find(block * STEPS + cute.arch.lane_idx() % STEPS)
+        left = length - number * BLOCK_STEP
+        if sequence == cu_seqlens.shape[0] - 1:
+            left = Int32(0)
+        keys = PackedTileKeys(offset + number * BLOCK_STEP, left, Int64(mV.stride[1]))
+        source = mV.iterator.toint() + Int64(head) * mV.stride[2] + column
+        self._load(source, keys, buffer, thread)
+        cute.arch.sync_threads()
+        target = mVt.iterator.toint() + Int64(head) * mVt.stride[1]
+        target = target + Int64(column) * mVt.stride[2] + block * KEYS
+        stored = cutlass.min(mVt.shape[3] - block * KEYS, KEYS)
+        self._store(target, Int64(mVt.stride[2]), stored, buffer, thread)

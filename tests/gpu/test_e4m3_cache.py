@@ -112,6 +112,33 @@ def test_decoding(
         assert bool((error <= rounded_keys + 2e-4 * exact_lse[0][seen].abs()).all()), number
 
 
+@pytest.mark.parametrize("of_queries", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "heads", "queries"),
+    [((128, 128), (8, 2), 1), ((128, 128), (16, 2), 1), ((64, 64), (16, 1), 1), ((256, 128), (8, 2), 3)],
+    ids=str,
+)
+def test_the_lse_of_peaky_scores(
+    dims: tuple[int, int], heads: tuple[int, int], queries: int, of_queries: torch.dtype
+) -> None:
+    """Rows of very different sizes, whose softmax is of one key or of many: the bound is a tenth of what a merge of
+    parts needs."""
+    keys = draw_keys((1000, 77, 4097), 64, heads[1], dims)
+    torch.manual_seed(2)
+    sizes = torch.tensor([1.0, 8.0] if of_queries == FP8 else [1e-20, 1.0, 8.0, 20.0], device="cuda")
+    q = torch.randn(3, queries, heads[0], dims[0], device="cuda")
+    q = (q * sizes.repeat(heads[0] // len(sizes))[:, None]).to(of_queries)
+    options = {"k_descale": keys.factors[0], "v_descale": keys.factors[1], "return_softmax_lse": True}
+    given = {"cache_seqlens": keys.lengths, "page_table": keys.table, "causal": True, **options}
+    _, lse = flash_attn_with_kvcache(q, keys.k, keys.v, **given)
+    for number, rows in enumerate(keys.rows):
+        k, v = (x.double() * of[number][:, None].double() for x, of in zip(rows, keys.factors, strict=True))
+        of_row = {"causal": True, "softmax_scale": dims[0] ** -0.5}
+        _, exact = attention_naive(q[number].double()[None], k[None], v[None], **of_row)
+        error = (lse[number].double() - exact[0]).abs()
+        assert bool((error <= 1e-4 * exact[0].abs().div(64).clamp(min=1.0)).all()), number
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
 def test_a_query_that_is_not_finite_gives_nan_in_its_row_alone(value: float) -> None:
     keys = draw_keys((300, 40), 64, 2, (128, 128))

@@ -21,7 +21,9 @@ from hopper_attention import (
 )
 from hopper_attention.fp8_rules import select_for
 from hopper_attention.launch.packed_fp8 import packed_problem_of
-from hopper_attention.packed_quantization import from_packed_descales, resolve_lengths
+from hopper_attention.launch.transpose import transpose_packed_values
+from hopper_attention.lengths import Lengths
+from hopper_attention.packed_quantization import from_packed_descales, resolve_lengths, transpose_packed
 from hopper_attention.packed_quantized import PackedQuantizedQKV
 from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.reference import attention_naive
@@ -35,6 +37,21 @@ pytestmark = pytest.mark.gpu
 BACKENDS = ("hopper", "ampere")
 
 MASKS = ((False, (-1, -1)), (True, (-1, -1)), (True, (100, 0)), (False, (50, 90)))
+
+
+@pytest.mark.parametrize("shape", [(5, 128), (1, 80), (3, 64), (2, 256)], ids=str)
+@pytest.mark.parametrize(
+    "seqlens", [(200, 40, 0, 131, 1, 64, 1000), (1,) * 300, (4096, 7), (33,) * 9], ids=lambda x: str(len(x))
+)
+def test_a_kernel_transposes_v_of_packed_sequences(seqlens: tuple[int, ...], shape: tuple[int, int]) -> None:
+    """Any bits, NaN among them, rows of no sequence, and gaps between rows."""
+    starts = torch.tensor((0, *seqlens), device="cuda").cumsum(0).int()
+    bits = torch.randint(0, 256, (int(starts[-1]) + 5, 2 * shape[0], shape[1]), device="cuda").byte()
+    v = bits[:, ::2].view(torch.float8_e4m3fn)
+    for used in (None, starts.diff() * 3 // 4):
+        lengths = Lengths(starts, starts, used, used, max(seqlens), max(seqlens))
+        found, twin = transpose_packed_values(v, lengths), transpose_packed(v, lengths)
+        assert torch.equal(found.view(torch.uint8), twin.view(torch.uint8))
 
 
 def on_gpu(case: Case, dtype: torch.dtype, seed: int = 0) -> tuple[list[Tensor], dict[str, Any]]:

@@ -173,6 +173,22 @@ def test_a_cache_of_e4m3(name: str) -> None:
         assert (got_lse.double() - exact_lse).abs().max() <= 1e-5
 
 
+def test_queries_of_which_one_element_is_far_above_the_others() -> None:
+    """By 20 octaves, where the keys have a 0: what is left of the other elements makes the scores."""
+    config = replace(SWAPPED, causal=False, sinks=False)
+    case = Case(config, (1,), (150,), 16, Launch(2), heads=(config.tile_m, 1))
+    queries, cache = draw(case)
+    queries.q.mul_(torch.exp2(torch.arange(config.tile_m) / 2.0)[:, None])
+    queries.q[..., 5] = 2.0**20
+    for keys in (cache.k, cache.rows[0][0]):
+        keys.view(torch.uint8)[..., 5] = 0
+    ones = (torch.ones(1, 1),)
+    _, lse = decode_on_numpy(config, queries, cache, 1.0, case.launch, descales=Descales(ones, ones))
+    _, exact = oracle(case, queries.q[0].double(), tuple(x.double() for x in cache.rows[0]), 1.0)
+    assert exact.max() > 50
+    assert bool(((lse[0].double() - exact).abs() <= 3e-6 * exact.abs().clamp(min=1.0)).all())
+
+
 BY_ROW = {
     "by token": replace(OF_E4M3["swapped"], config=replace(SWAPPED, row_scales=True)),
     "by token, one row, a leftpad": replace(

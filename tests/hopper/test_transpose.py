@@ -6,15 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.problem import VARLEN
 from hopper.transpose.config import (
     KEYS,
     TransposeConfig,
     select_transpose_config,
     shipped_transpose_configs,
 )
+from hopper_attention.packed_quantization import transpose_packed
 from hopper_attention.quantized import padded_keys, transpose_for_kernel
 from tests.compile_pool import assert_small
+from tests.cute_kernels.packing import Packing
 from tests.hopper.on_numpy import Arguments, program_of
+from tests.hopper.test_fp8_packed import lengths_of
 
 POISON = 0xA5
 
@@ -51,6 +55,34 @@ def test_kernel_has_the_bits_of_its_twin(batch: int, keys: int, heads: int, colu
     assert bool((found[..., -32:] == POISON).all())
 
 
+PACKINGS = {
+    "every length": Packing.of([(1, 200), (1, 40), (1, 0), (1, 131), (1, 1), (1, 64)], (3, 0)),
+    "used": Packing.of([(1, 200), (1, 40), (1, 99)], seqused_q=(1, 1, 1), seqused_k=(170, 0, 99)),
+    "rows of no sequence": Packing.of([(1, 33), (1, 300)], (0, 70)),
+    "one": Packing.of([(1, 5)]),
+}
+
+
+@pytest.mark.parametrize(("heads", "columns"), [(2, 128), (1, 64), (3, 32), (1, 80)])
+@pytest.mark.parametrize("name", PACKINGS)
+def test_packed_kernel_has_the_bits_of_its_twin(name: str, heads: int, columns: int) -> None:
+    lengths = lengths_of(PACKINGS[name])
+    v = draw(1, PACKINGS[name].cu_seqlens_k[-1] + 7, heads, columns)[0]
+    twin = transpose_packed(v, lengths).view(torch.uint8)
+    out = torch.full((1, *twin.shape[:2], twin.shape[2] + 32), POISON, dtype=torch.uint8)
+    found = out[..., :-32]
+    config, arguments = select_transpose_config(columns, VARLEN), Arguments()
+    arguments.tensor(v[None].view(torch.uint8), (1, *v.shape), v[None].stride()[:-1])
+    arguments.tensor(found, tuple(found.shape), found.stride()[:-1])
+    used = torch.empty(0, dtype=torch.int32) if lengths.seqused_k is None else lengths.seqused_k
+    for numbers in (lengths.cu_seqlens_k, used):
+        arguments.tensor(numbers, tuple(numbers.shape), ())
+    tiles = heads * -(-twin.shape[2] // KEYS) * (columns // config.columns)
+    arguments.launch(program_of(config), (tiles, 1, 1))
+    assert torch.equal(found[0], twin)
+    assert bool((out[..., -32:] == POISON).all())
+
+
 def test_kernels_compile_without_spills() -> None:
     assert_small(COMPILED)
 
@@ -62,7 +94,10 @@ def test_configs() -> None:
     widths = {16: 16, 48: 16, 64: 64, 96: 32, 128: 128, 192: 64, 256: 128}
     assert {d: select_transpose_config(d).columns for d in widths} == widths
     assert TransposeConfig(64).name == "hopper_transpose_k128c64"
+    assert select_transpose_config(192, VARLEN).name == "hopper_transpose_k128c64_varlen"
     with pytest.raises(
         ValueError, match="columns is 8, allowed: 128, 64, 32, 16; head_dim_v must be a multiple"
     ):
         select_transpose_config(72)
+    with pytest.raises(ValueError, match="layout is 'pages', allowed: 'dense', 'varlen'"):
+        select_transpose_config(64, "pages")

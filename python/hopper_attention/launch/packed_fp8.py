@@ -24,11 +24,11 @@ from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_c
 from hopper_attention.launch.forward import NO_SIDES
 from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_config, vectors_of
 from hopper_attention.launch.packed_forward import Planner, find_planner
+from hopper_attention.launch.transpose import transpose_packed_values
 from hopper_attention.launch.varlen import is_empty, run_varlen
 from hopper_attention.launch.widen import widened
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides, kernel_sides
-from hopper_attention.packed_quantization import transpose_packed
 from hopper_attention.packed_quantized import (
     ONE_PER_SEQUENCE,
     PackedQuantizedQKV,
@@ -143,7 +143,7 @@ class PackedFp8Launcher(Launcher):
             return parts.v.data
         if self.config.v_rows:
             return make_packed_addressable(parts.v.data)
-        return transpose_packed(parts.v.data, parts.lengths)
+        return transpose_packed_values(parts.v.data, parts.lengths)
 
     def _scales_of_v(self, parts: PackedQuantizedQKV) -> tuple[Tensor, Tensor]:
         """Those of blocks of V, and the factors of the output. A lone scale is a factor, whatever its sign."""
