@@ -17,8 +17,8 @@ from hopper.decode.operands import RawKeys, Work
 
 
 class Visit(NamedTuple):
-    """The blocks that a CTA visits of a tile of ``count``: ``first`` to ``last``, of one K/V head. Key 0 of the sequence
-    is ``first_row`` of its cache, and no query sees one before ``first_seen``."""
+    """The blocks that a CTA visits of a tile of ``count``: ``first`` to ``last``, of one K/V head. Key 0 of the
+    sequence is ``first_row`` of its cache, and no query sees one before ``first_seen``."""
 
     sequence: Int32
     seqlens: SeqlenInfo
@@ -134,7 +134,7 @@ class Producer(LoopInvariant):
             count = minimum(block + 1 - visit.first, self.at_once) if self.at_once > 1 else 1
             for i in cutlass.range(count, unroll=1):
                 page, row = self._page(number, i), self._row(block - i, first_row, keys)
-                self._bring(Guess(visit.head, page, row), state, is_there)
+                self._bring((visit.head, page, row), state, is_there)
                 self._load_scales(
                     block - i, (visit.first_seen, keys), visit.head, (self.lane, page, row), state
                 )
@@ -177,22 +177,27 @@ class Producer(LoopInvariant):
             scales.load(block, seen, head, place, barrier, state.index)
 
     @cute.jit
-    def _bring(self, place: Guess, state: pipeline.PipelineState, is_there: tuple[Boolean, ...]):
-        """A block to its stage, where the first one may be under way."""
+    def _bring(
+        self,
+        place: tuple[Int32, Int32, Int32],
+        state: pipeline.PipelineState,
+        is_there: tuple[Boolean, ...],
+    ):
+        """A block to its stage, where the first one may be under way. ``place`` is what a ``Guess`` has."""
         if const_expr(len(is_there) == 0):
-            self._load(place, state)
+            self._load(*place, state)
         elif is_there[0] and state.count == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.keys.pipe.producer_get_barrier(state))
         else:
-            self._load(place, state)
+            self._load(*place, state)
 
     @cute.jit
-    def _load(self, place: Guess, state: pipeline.PipelineState):
+    def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
         """A block, whose boxes lie where the lanes say."""
         pipe = self.keys.pipe
         pipe.producer_acquire(state)
-        self._fetch(place, pipe.producer_get_barrier(state), state.index)
+        self._fetch(Guess(head, page, row), pipe.producer_get_barrier(state), state.index)
 
     @cute.jit
     def _fetch(self, place: Guess, barrier: cute.Pointer, index: Int32):

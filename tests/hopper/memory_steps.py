@@ -82,9 +82,7 @@ def _store_shared(names: list[str], base: str, offset: int, size: int) -> Step:
     return step
 
 
-def _load_global(
-    names: list[str], base: str, offset: int, size: int, is_relaxed: bool = False
-) -> Step:
+def _load_global(names: list[str], base: str, offset: int, size: int, is_relaxed: bool = False) -> Step:
     words = np.arange(len(names))[:, None]
 
     def step(warp: Warp, mask: np.ndarray) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hopper.decode_on_numpy import Launch, Older, Queries, decode_on_numpy
+from tests.hopper.decode_on_numpy import NOT_OLDER, Descales, Launch, Older, Queries, decode_on_numpy
 from tests.hopper.hopper_machine import AT_ONCE
+from tests.hopper.on_numpy import Rules
 from tests.hopper.paged_on_numpy import Cache
 from tests.hopper.test_decode import (
     BIG,
@@ -21,10 +22,13 @@ from tests.hopper.test_decode import (
     SWAPPED_4,
     Case,
     draw,
+    draw_scales,
     same,
     without_nan,
 )
 from tests.ptx import ptx_of
+
+NO_DESCALES = Descales()
 
 IN_PAGES = Case(CLUSTERED, (1,), (330, 31, 64), 16, Launch(24, timing=LATE))
 WITH_PADS = Case(
@@ -38,7 +42,13 @@ WITH_PADS = Case(
     rules=CAP_AND_SINKS,
 )
 OF_E4M3 = Case(
-    replace(SWAPPED_4, cluster=2, leftpad=False), (1,), (300, 0, 129), 512, Launch(12, timing=LATE), (2, 2)
+    replace(SWAPPED_4, cluster=2, leftpad=False, row_scales=True),
+    (1,),
+    (300, 0, 129),
+    512,
+    Launch(12, timing=LATE),
+    (2, 2),
+    rules=Rules(sinks=torch.tensor([0.5, -1.0])),
 )
 
 FILLED = {
@@ -51,26 +61,17 @@ FILLED = {
 }
 
 
-def found(case: Case, queries: Queries, cache: Cache, older: Older = Older()) -> tuple[Tensor, Tensor]:
+def found(
+    case: Case, queries: Queries, cache: Cache, older: Older = NOT_OLDER, descales: Descales = NO_DESCALES
+) -> tuple[Tensor, Tensor]:
     dtype = torch.bfloat16 if case.config.cache_dtype else None
-    return decode_on_numpy(
-        case.config,
-        queries,
-        cache,
-        0.1,
-        case.launch,
-        case.sides,
-        case.rules,
-        dtype=dtype,
-        older=older,
-    )
+    given = case.sides, case.rules, descales, (), dtype, older
+    return decode_on_numpy(case.config, queries, cache, 0.1, case.launch, *given)
 
 
 def drawn(case: Case) -> tuple[Queries, Cache]:
     queries, cache = draw(case)
-    if not case.config.cache_dtype:
-        cache = without_nan(cache)
-    return queries, cache
+    return queries, without_nan(cache)
 
 
 def ints(*values: int) -> Tensor:
@@ -89,7 +90,11 @@ def test_lengths_that_change_meanwhile(name: str, timing: object) -> None:
 def test_pages_that_change_meanwhile() -> None:
     queries, cache = drawn(IN_PAGES)
     expected = found(IN_PAGES, queries, cache)
-    others = torch.roll(cache.table, 1, 0), torch.full_like(cache.table, -5), torch.full_like(cache.table, BIG)
+    others = (
+        torch.roll(cache.table, 1, 0),
+        torch.full_like(cache.table, -5),
+        torch.full_like(cache.table, BIG),
+    )
     for table in others:
         assert same(found(IN_PAGES, queries, cache, Older(table=table.contiguous())), expected)
 
@@ -97,16 +102,32 @@ def test_pages_that_change_meanwhile() -> None:
 def test_left_pads_that_change_meanwhile() -> None:
     queries, cache = drawn(WITH_PADS)
     expected = found(WITH_PADS, queries, cache)
-    for pads, filled in (((50, 7), (97, 111)), ((-3, BIG), (97, 111)), ((131, 0), (0, 131)), ((7, 50), (96, 110))):
+    for pads, filled in (
+        ((50, 7), (97, 111)),
+        ((-3, BIG), (97, 111)),
+        ((131, 0), (0, 131)),
+        ((7, 50), (96, 110)),
+    ):
         assert same(found(WITH_PADS, queries, cache, Older(ints(*filled), leftpad=ints(*pads))), expected)
 
 
 def test_a_block_that_is_not_the_first_one_is_not_seen() -> None:
-    """Wrong guesses load real keys here, of another block, and NaN where there are none: neither reaches the results."""
+    """Wrong guesses load other keys here, and NaN where there are none: neither reaches the results."""
     queries, cache = draw(IN_PAGES)
     clean = found(IN_PAGES, queries, cache)
     for filled in FILLED.values():
         assert same(found(IN_PAGES, queries, cache, Older(ints(*filled))), clean)
+
+
+def test_scales_of_keys_are_those_of_the_first_block() -> None:
+    queries, cache = draw(OF_E4M3)
+    tensors, _ = draw_scales(OF_E4M3, cache, by_page=False)
+    order = cache.table[:, 0].clamp(max=cache.k.shape[0] - 1).long()
+    given = Descales(*((x[order],) for x in tensors))
+    clean = found(OF_E4M3, queries, cache, descales=given)
+    for filled in FILLED.values():
+        got = found(OF_E4M3, queries, cache, Older(ints(*filled)), given)
+        assert torch.equal(got[0], clean[0]) and torch.equal(got[1], clean[1])
 
 
 def test_nothing_but_lists_is_read_before_the_wait() -> None:
