@@ -31,7 +31,7 @@ from hopper.decode.results import PartialResults, Results
 from hopper.decode.row_scales import LANES as LANES_OF_SCALES
 from hopper.decode.row_scales import RowScales
 from hopper.decode.rows import HeadRows, TileRows
-from hopper.decode.schedule import HeadsTogether, TileParts, heads_together
+from hopper.decode.schedule import HeadsTogether, TileParts, heads_together, launched_together
 from hopper.decode.softmax import RowSoftmax
 from hopper.decode.swapped_consumer import SwappedConsumer
 from hopper.decode.widener import Widener
@@ -162,7 +162,7 @@ class DecodeKernel:
         ).launch(
             grid=(together, num_ctas // together, 1) if const_expr(c.cluster == 1) else (num_ctas, 1, 1),
             block=(c.threads, 1, 1),
-            cluster=(c.cluster, 1, 1) if const_expr(c.cluster > 1) else None,
+            cluster=(c.cluster if const_expr(c.cluster > 1) else launched_together(together), 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
