@@ -72,6 +72,7 @@ class DecodeKernel:
     | v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | k of e4m3 | `raw_stages` | `tile_n * head_dim` | `4` |
     | v of e4m3 | `raw_stages` | `tile_n * head_dim_v` | `4` |
+    | ahead, of k and of v | 1, which is stage 0 of theirs | as theirs | never emptied |
 
     TMA fills the first two, or the last two from which wideners fill the first. A swapped kernel has a cache of e4m3
     without wideners: keys, and columns of V, are the rows of its WGMMAs (``SwappedConsumer``). Named barrier 1 is among
@@ -224,14 +225,16 @@ class DecodeKernel:
             WARPS_PER_WARPGROUP if const_expr(c.registers) else PRODUCER_WARPS
         )
         guesses = ()
-        if const_expr(c.cluster > 1):
+        if const_expr(c.guesses):
             guesses = (self._wait_and_ask(lists, mQ, raw, table, (warp - first_producer, lane)),)
         else:
             # The kernel that puts parts together waits for this one, but reads lengths before that: it may not come
             # before what writes them has ended.
             cute.arch.griddepcontrol_wait()
+            if const_expr(c.cluster > 1):
+                cute.arch.griddepcontrol_launch_dependents()
         work = self._work(lists, mQ, lane)
-        if const_expr(c.cluster == 1):
+        if const_expr(not c.guesses):
             # Lengths are under way while barriers are made.
             cute.arch.sync_threads()
         if warp >= first_producer:
@@ -361,7 +364,7 @@ class DecodeKernel:
                     results.leave_nothing(rows)
             else:
                 consumer.load_queries(mQ, rows, scale_log2 * rows.tile.factor(score_factors))
-                if const_expr(c.cluster > 1):
+                if const_expr(c.guesses):
                     for keys in raw:
                         keys.wait_ahead()
                 mask = consumer.mask_of(work.batch.window, rows)
@@ -418,7 +421,7 @@ class DecodeKernel:
                 defer_sync=True,
             )
             ahead = ()
-            if const_expr(c.cluster > 1):
+            if const_expr(c.guesses):
                 ahead = (self._ahead(storage.barriers_ahead.data_ptr() + number, c.tile_n * columns),)
             raw.append(RawKeys(atom, cache, raw_stages, pipe, c.box_columns(columns), of_rows, ahead))
             if const_expr(c.is_widened):
@@ -466,7 +469,7 @@ class DecodeKernel:
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_k_raw: cute.struct.MemRange[cutlass.Int64, 2 * c.raw_stages]
             barriers_v_raw: cute.struct.MemRange[cutlass.Int64, 2 * c.raw_stages]
-            barriers_ahead: cute.struct.MemRange[cutlass.Int64, 4 * int(c.cluster > 1)]
+            barriers_ahead: cute.struct.MemRange[cutlass.Int64, 4 * int(c.guesses)]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * columns_k], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * columns_v], 1024]
             sKraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_k], 1024]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.hopper.decode_on_numpy import NOT_OLDER, Descales, Launch, Older, Queries, decode_on_numpy
 from tests.hopper.hopper_machine import AT_ONCE
-from tests.hopper.on_numpy import Rules
 from tests.hopper.paged_on_numpy import Cache
 from tests.hopper.test_decode import (
     BIG,
@@ -19,16 +18,12 @@ from tests.hopper.test_decode import (
     CLUSTERED,
     LATE,
     PADDED,
-    SWAPPED_4,
     Case,
     draw,
-    draw_scales,
     same,
     without_nan,
 )
 from tests.ptx import ptx_of
-
-NO_DESCALES = Descales()
 
 IN_PAGES = Case(CLUSTERED, (1,), (330, 31, 64), 16, Launch(24, timing=LATE))
 WITH_PADS = Case(
@@ -41,16 +36,6 @@ WITH_PADS = Case(
     sides=(30, 4),
     rules=CAP_AND_SINKS,
 )
-OF_E4M3 = Case(
-    replace(SWAPPED_4, cluster=2, leftpad=False, row_scales=True),
-    (1,),
-    (300, 0, 129),
-    512,
-    Launch(12, timing=LATE),
-    (2, 2),
-    rules=Rules(sinks=torch.tensor([0.5, -1.0])),
-)
-
 FILLED = {
     "a token fewer": (329, 30, 63),
     "none": (0, 0, 0),
@@ -61,11 +46,8 @@ FILLED = {
 }
 
 
-def found(
-    case: Case, queries: Queries, cache: Cache, older: Older = NOT_OLDER, descales: Descales = NO_DESCALES
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.bfloat16 if case.config.cache_dtype else None
-    given = case.sides, case.rules, descales, (), dtype, older
+def found(case: Case, queries: Queries, cache: Cache, older: Older = NOT_OLDER) -> tuple[Tensor, Tensor]:
+    given = case.sides, case.rules, Descales(), (), None, older
     return decode_on_numpy(case.config, queries, cache, 0.1, case.launch, *given)
 
 
@@ -119,20 +101,9 @@ def test_a_block_that_is_not_the_first_one_is_not_seen() -> None:
         assert same(found(IN_PAGES, queries, cache, Older(ints(*filled))), clean)
 
 
-def test_scales_of_keys_are_those_of_the_first_block() -> None:
-    queries, cache = draw(OF_E4M3)
-    tensors, _ = draw_scales(OF_E4M3, cache, by_page=False)
-    order = cache.table[:, 0].clamp(max=cache.k.shape[0] - 1).long()
-    given = Descales(*((x[order],) for x in tensors))
-    clean = found(OF_E4M3, queries, cache, descales=given)
-    for filled in FILLED.values():
-        got = found(OF_E4M3, queries, cache, Older(ints(*filled)), given)
-        assert torch.equal(got[0], clean[0]) and torch.equal(got[1], clean[1])
-
-
 def test_nothing_but_lists_is_read_before_the_wait() -> None:
     """Keys may be written by what is before, and so may be what is written here read by it."""
-    for case in (IN_PAGES, WITH_PADS, OF_E4M3):
+    for case in (IN_PAGES, WITH_PADS):
         (kernel,) = ptx_of(case.config).split(".visible .entry ")[1:]
         before, after = kernel.split("griddepcontrol.wait;")
         loads = re.findall(r"^\s*((?:ld|st|red|atom)\.\S*global\S*|cp\.async\S*)", before, re.MULTILINE)
