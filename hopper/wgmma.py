@@ -42,22 +42,3 @@ def issue_gemm(
         atom.set(warpgroup.Field.ACCUMULATE, True)
     if const_expr(closes):
         warpgroup.commit_group()
-
-
-@cute.jit
-def issue_step(
-    tiled_mma: cute.TiledMma,
-    acc: cute.Tensor,
-    tA: cute.Tensor,
-    tB: cute.Tensor,
-    k: cutlass.Constexpr[int],
-    closes: cutlass.Constexpr[bool] = True,
-):
-    """Start acc = A B^T of the columns of step ``k`` alone, as a group of its own; with ``closes=False`` the group is
-    left open for the next call."""
-    atom = cute.make_mma_atom(tiled_mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, False)
-    warpgroup.fence()
-    cute.gemm(atom, acc, tA[None, None, k], tB[None, None, k], acc)
-    if const_expr(closes):
-        warpgroup.commit_group()

@@ -27,13 +27,13 @@ from hopper.decode.config import (
     validate_decode_config,
 )
 from hopper.decode.consumer import Consumer
-from hopper.decode.operands import CacheLists, Keys, Outputs, RawKeys, Work
-from hopper.decode.producer import Producer
+from hopper.decode.operands import CacheLists, Keys, Outputs, RawKeys, Unsettled, Work
+from hopper.decode.producer import Guess, Producer
 from hopper.decode.results import PartialResults, Results
 from hopper.decode.row_scales import LANES as LANES_OF_SCALES
 from hopper.decode.row_scales import RowScales
 from hopper.decode.rows import HeadRows, TileRows
-from hopper.decode.schedule import HeadsTogether, TileParts, heads_together
+from hopper.decode.schedule import HeadsTogether, TileParts, heads_together, launched_together
 from hopper.decode.softmax import RowSoftmax
 from hopper.decode.swapped_consumer import SwappedConsumer
 from hopper.decode.widener import Widener
@@ -74,6 +74,7 @@ class DecodeKernel:
     | v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | k of e4m3 | `raw_stages` | `tile_n * head_dim` | `4` |
     | v of e4m3 | `raw_stages` | `tile_n * head_dim_v` | `4` |
+    | ahead, of k and of v | 1, which is stage 0 of theirs | as theirs | never emptied |
 
     TMA fills the first two, or the last two from which wideners fill the first. A swapped kernel has a cache of e4m3
     without wideners: keys, and columns of V, are the rows of its WGMMAs (``SwappedConsumer``). Named barrier 1 is among
@@ -164,7 +165,7 @@ class DecodeKernel:
         ).launch(
             grid=(together, num_ctas // together, 1) if const_expr(c.cluster == 1) else (num_ctas, 1, 1),
             block=(c.threads, 1, 1),
-            cluster=(c.cluster, 1, 1) if const_expr(c.cluster > 1) else None,
+            cluster=(c.cluster if const_expr(c.cluster > 1) else launched_together(together), 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
@@ -221,28 +222,33 @@ class DecodeKernel:
         wide, raw = self._keys(storage, atoms, caches, row_scales)
         cute.arch.mbarrier_init_fence()
 
-        # The kernel that puts parts together waits for this one, but reads lengths before that: it may not come before
-        # what writes them has ended.
-        cute.arch.griddepcontrol_wait()
-        if const_expr(c.cluster > 1):
-            cute.arch.griddepcontrol_launch_dependents()
         page_size = caches[0].shape[0]
-        # Lengths are under way while barriers are made.
-        work = self._work(lists, mQ, lane)
-        cute.arch.sync_threads()
         first_producer = c.threads // cute.arch.WARP_SIZE - (
             WARPS_PER_WARPGROUP if const_expr(c.registers) else PRODUCER_WARPS
         )
+        guesses = ()
+        if const_expr(c.guesses):
+            guesses = (self._wait_and_ask(lists, mQ, raw, table, (warp - first_producer, lane)),)
+        else:
+            # The kernel that puts parts together waits for this one, but reads lengths before that: it may not come
+            # before what writes them has ended.
+            cute.arch.griddepcontrol_wait()
+            if const_expr(c.cluster > 1):
+                cute.arch.griddepcontrol_launch_dependents()
+        work = self._work(lists, mQ, lane)
+        if const_expr(not c.guesses):
+            # Lengths are under way while barriers are made.
+            cute.arch.sync_threads()
         if warp >= first_producer:
             if const_expr(c.registers):
                 cute.arch.setmaxregister_decrease(c.registers["producer"])
             if warp == first_producer:
-                Producer(c, work, raw[0], table, page_size, lane).run()
+                Producer(c, work, raw[0], table, page_size, lane).run(guesses)
                 if const_expr(c.cluster == 1):
                     # Beside who still asks for keys, what puts parts together would be in the way.
                     cute.arch.griddepcontrol_launch_dependents()
             elif warp == first_producer + 1:
-                Producer(c, work, raw[1], table, page_size, lane).run()
+                Producer(c, work, raw[1], table, page_size, lane).run(guesses)
             if const_expr(c.cluster > 1):
                 # As consumers do.
                 cute.arch.cluster_wait()
@@ -270,7 +276,7 @@ class DecodeKernel:
             shared = ()
             if const_expr(c.cluster > 1):
                 shared = (ClusterParts.of(c, storage.cluster_parts, work.cta),)
-            self._consume(work, consumer, (results, shared), mQ, lane, scale_log2, score_factors)
+            self._consume(work, consumer, (results, shared), mQ, lane, scale_log2, score_factors, raw)
 
     @cute.kernel
     def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
@@ -296,6 +302,31 @@ class DecodeKernel:
         columns = tuple(range(0, c.head_dim_v, COLUMNS_OF_A_CTA))
         combine.run(by_tile, row, cute.arch.grid_dim()[2], columns)
 
+    @cute.jit
+    def _wait_and_ask(
+        self, lists: CacheLists, mQ: cute.Tensor, raw: tuple, table: tuple, thread: tuple[Int32, Int32]
+    ) -> Guess:
+        """Wait for what is before this kernel, and then ask for the block that was found to be the first before that.
+
+        ``thread`` are the number of the producer warp and the lane. Before the wait lengths, left pads and pages are
+        looked at, which may be those of the call before; K and V are not, as a new token may be on its way there.
+        """
+        number, lane = thread
+        page_size, unsettled = raw[0].cache.shape[0], tuple(map(Unsettled, table))
+        work = self._work(lists.unsettled(), mQ, lane)
+        producers = tuple(Producer(self.config, work, keys, unsettled, page_size, lane) for keys in raw)
+        guess = producers[0].guess()
+        if minimum(minimum(guess.head, guess.page), guess.row) < 0:
+            # Never so, which the compiler does not know: it would work all of this out behind the wait.
+            cute.arch.inline_ptx("nanosleep.u32 100;")
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        for own in cutlass.range_constexpr(len(producers)):
+            if number == own:
+                producers[own].ask(guess)
+        return guess
+
     def _work(self, lists: CacheLists, mQ: cute.Tensor, lane: Int32) -> Work:
         """That of this CTA."""
         c, (x, y, _), (width, height, _) = self.config, cute.arch.block_idx(), cute.arch.grid_dim()
@@ -313,8 +344,10 @@ class DecodeKernel:
         lane: Int32,
         scale_log2: Float32,
         score_factors: tuple,
+        raw: tuple,
     ):
-        """Every tile of which this CTA has a part. ``targets`` are the results, and what the cluster puts together."""
+        """Every tile of which this CTA has a part. ``targets`` are the results, and what the cluster puts together,
+        ``raw`` K and V as they come."""
         c = self.config
         results, shared = targets
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -333,6 +366,9 @@ class DecodeKernel:
                     results.leave_nothing(rows)
             else:
                 consumer.load_queries(mQ, rows, scale_log2 * rows.tile.factor(score_factors))
+                if const_expr(c.guesses):
+                    for keys in raw:
+                        keys.wait_ahead()
                 mask = consumer.mask_of(work.batch.window, rows)
                 edges = blocks.left_masked_end, blocks.unmasked_end
                 state = consumer.attend(mask, edges, blocks.begin + first, blocks.begin + end, state)
@@ -361,11 +397,11 @@ class DecodeKernel:
         wide, raw = [], []
         scales = self._row_scales(storage, row_scales) or ((), ())
         memory = (
-            (storage.sK, storage.barriers_k, storage.sKraw, storage.barriers_k_raw, c.head_dim),
-            (storage.sV, storage.barriers_v, storage.sVraw, storage.barriers_v_raw, c.head_dim_v),
+            (storage.sK, storage.barriers_k, storage.sKraw, storage.barriers_k_raw, c.head_dim, 0),
+            (storage.sV, storage.barriers_v, storage.sVraw, storage.barriers_v_raw, c.head_dim_v, 2),
         )
         warps = CooperativeGroup(Agent.Thread, c.consumers * WARPS_PER_WARPGROUP)
-        for atom, cache, of_rows, (smem, barriers, raw_smem, raw_barriers, columns) in zip(
+        for atom, cache, of_rows, (smem, barriers, raw_smem, raw_barriers, columns, number) in zip(
             atoms, caches, scales, memory, strict=True
         ):
             layout = swizzled_layout(c.tile_n, columns, c.stages, self.dtype)
@@ -386,7 +422,10 @@ class DecodeKernel:
                 barrier_storage=raw_barriers.data_ptr(),
                 defer_sync=True,
             )
-            raw.append(RawKeys(atom, cache, raw_stages, pipe, c.box_columns(columns), of_rows))
+            ahead = ()
+            if const_expr(c.guesses):
+                ahead = (self._ahead(storage.barriers_ahead.data_ptr() + number, c.tile_n * columns),)
+            raw.append(RawKeys(atom, cache, raw_stages, pipe, c.box_columns(columns), of_rows, ahead))
             if const_expr(c.is_widened):
                 pipe = PipelineAsync.create(
                     num_stages=c.stages,
@@ -397,6 +436,18 @@ class DecodeKernel:
                 )
             wide.append(Keys(stages, pipe, c.is_widened, tuple(x.smem for x in of_rows)))
         return tuple(wide), tuple(raw)
+
+    def _ahead(self, barriers: cute.Pointer, elements: int) -> PipelineTmaAsync:
+        """Of the block of so many elements that is asked for ahead; nobody empties its only stage."""
+        one = CooperativeGroup(Agent.Thread, 1)
+        return PipelineTmaAsync.create(
+            num_stages=1,
+            producer_group=one,
+            consumer_group=one,
+            tx_count=elements * self.config.element_bytes,
+            barrier_storage=barriers,
+            defer_sync=True,
+        )
 
     def _row_scales(self, storage, tensors: tuple) -> tuple:
         """Of K and of V, in a tuple each."""
@@ -421,6 +472,7 @@ class DecodeKernel:
             barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
             barriers_k_raw: cute.struct.MemRange[cutlass.Int64, 2 * c.raw_stages]
             barriers_v_raw: cute.struct.MemRange[cutlass.Int64, 2 * c.raw_stages]
+            barriers_ahead: cute.struct.MemRange[cutlass.Int64, 4 * int(c.guesses)]
             sK: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * columns_k], 1024]
             sV: cute.struct.Align[cute.struct.MemRange[self.dtype, c.stages * columns_v], 1024]
             sKraw: cute.struct.Align[cute.struct.MemRange[Float8E4M3FN, c.raw_stages * columns_k], 1024]

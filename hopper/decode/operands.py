@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.pipeline import PipelineState, PipelineTmaAsync
+from cutlass.pipeline import PipelineState, PipelineTmaAsync, PipelineUserType, make_pipeline_state
 
 from cute_kernels.integers import divide
 from cute_kernels.invariant import LoopInvariant
@@ -78,7 +78,8 @@ def sync_consumers(threads: cutlass.Constexpr[int] = WARPGROUP_THREADS):
 class RawKeys(LoopInvariant):
     """K or V as it comes: the TMA atom of a box, the cache as TMA sees it, (page_size, head_dim, kv_heads, pages), the
     stages that TMA fills, (tile_n, head_dim, stages), in boxes of ``box_columns`` columns, and their pipeline.
-    ``scales`` is empty, or has the ``RowScales`` of their keys."""
+    ``scales`` is empty, or has the ``RowScales`` of their keys; ``ahead`` is empty, or has the pipeline, of one stage,
+    that says when the block has come that was asked for before it was known to be the first one."""
 
     atom: cute.CopyAtom
     cache: cute.Tensor
@@ -86,6 +87,13 @@ class RawKeys(LoopInvariant):
     pipe: PipelineTmaAsync
     box_columns: int
     scales: tuple = ()
+    ahead: tuple[PipelineTmaAsync, ...] = ()
+
+    @cute.jit
+    def wait_ahead(self):
+        """For the block that was asked for ahead, whether it is the first one or not."""
+        for ahead in self.ahead:
+            ahead.consumer_wait(make_pipeline_state(PipelineUserType.Consumer, 1))
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,24 @@ class Outputs(NamedTuple):
     parts: cute.Tensor
 
 
+@dataclass(frozen=True)
+class Unsettled(LoopInvariant):
+    """A tensor of int32 that what is before this kernel may still write: what is read of it may be old, and is no more
+    than a guess. Nothing that is read so is kept near an SM, where it would be found again."""
+
+    tensor: cute.Tensor
+
+    @property
+    def shape(self) -> Any:
+        return self.tensor.shape
+
+    def __getitem__(self, place: Any) -> Int32:
+        address = (self.tensor.iterator + cute.crd2idx(place, self.tensor.layout)).toint()
+        return cute.arch.inline_ptx(
+            "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+        )
+
+
 class CacheLists(NamedTuple):
     """What a launch is given of its sequences: as ``CacheBatch`` and ``Work`` have it, and the sides of a window.
     ``heads_of_row`` are the K/V heads that a CTA visits one after another."""
@@ -163,6 +189,11 @@ class CacheLists(NamedTuple):
             (max_splits,) if config.limits_splits else (),
             sides_of(config, *sides),
         )
+
+    def unsettled(self) -> "CacheLists":
+        """For who looks before what is before this kernel has ended."""
+        starts, offsets = (tuple(map(Unsettled, tensors)) for tensors in (self.starts, self.offsets))
+        return self._replace(lengths=Unsettled(self.lengths), starts=starts, offsets=offsets)
 
     def work(
         self,

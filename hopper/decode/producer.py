@@ -1,17 +1,41 @@
 """The producer warps of the decode kernel: bring K or V of the key blocks of their CTA, box by box."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 from hopper.decode.config import WARP_THREADS, DecodeConfig
 from hopper.decode.operands import RawKeys, Work
+
+
+class Visit(NamedTuple):
+    """The blocks that a CTA visits of a tile that counts as ``units``: ``first`` to ``last``, of one K/V head. Key 0 of
+    the sequence is ``first_row`` of its cache, and no query sees one before ``first_seen``."""
+
+    sequence: Int32
+    seqlens: SeqlenInfo
+    head: Int32
+    first: Int32
+    last: Int32
+    units: Any
+    first_row: Any
+    first_seen: Any
+
+
+class Guess(NamedTuple):
+    """The block with which a CTA may begin: its K/V head, and the page and the row of this lane's box."""
+
+    head: Int32
+    page: Int32
+    row: Int32
 
 
 @dataclass(frozen=True)
@@ -37,35 +61,86 @@ class Producer(LoopInvariant):
         return WARP_THREADS // self.config.boxes
 
     @cute.jit
-    def run(self):
-        """All of this CTA's piece of the row of blocks."""
+    def guess(self) -> Guess:
+        """Where the CTA of a cluster begins, by ``work`` and ``table`` as they are ``Unsettled``. Whatever they say, it
+        lies in the cache; of a CTA without blocks it is the row behind the last, where TMA finds zeros."""
+        return self._begin()[0]
+
+    @cute.jit
+    def ask(self, guess: Guess):
+        """Load the block of a guess to the first stage. ``keys.ahead`` says when it has come."""
+        for ahead in self.keys.ahead:
+            state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+            ahead.producer_acquire(state)
+            self._fetch(guess, ahead.producer_get_barrier(state), state.index)
+
+    @cute.jit
+    def settle(self, guess: Guess) -> Boolean:
+        """Whether the block that was asked for is the one with which the CTA begins. If not, it has come when this
+        ends, so that its stage is free."""
+        begin, has_blocks = self._begin()
+        is_same = begin.head == guess.head and begin.page == guess.page and begin.row == guess.row
+        is_right = cute.arch.vote_all_sync(is_same) and has_blocks
+        if not is_right:
+            self.keys.wait_ahead()
+        return is_right
+
+    @cute.jit
+    def run(self, guesses: tuple[Guess, ...] = ()):
+        """All of this CTA's piece of the row of blocks; ``guesses`` is empty, or has what was asked for."""
         work = self.work
         stages = self.config.raw_stages or self.config.stages
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+        is_there = tuple(self.settle(guess) for guess in guesses)
         sequence, tile, start, end = work.first_tile(self.lane)
         while start < end:
-            seqlens = work.batch.seqlens(sequence)
-            blocks = work.batch.blocks(seqlens)
-            parts = work.parts(start, blocks.count)
-            first = blocks.begin + parts.begin(work.cta)
-            block = blocks.begin + parts.begin(work.cta + 1) - 1
-            head = work.heads.head(divide(tile, work.batch.row_tiles(seqlens)))
-            first_row, keys = work.batch.first_row(sequence), seqlens.seqlen_k
-            number = self._look_up(sequence, block, first_row)
-            while first <= block:
-                next_number = self._look_up(sequence, block - self.at_once, first_row)
-                count = minimum(block + 1 - first, self.at_once) if self.at_once > 1 else 1
-                for i in cutlass.range(count, unroll=1):
-                    page, row = self._page(number, i), self._row(block - i, first_row, keys)
-                    self._load(head, page, row, state)
-                    self._load_scales(
-                        block - i, (blocks.first_seen, keys), head, (self.lane, page, row), state
-                    )
-                    state.advance()
-                block -= count
-                number = next_number
-            start += blocks.units
-            sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
+            visit = self._visit(sequence, tile, start)
+            state = self._load_all(visit, state, is_there)
+            start += visit.units
+            sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(visit.seqlens))
+
+    def _visit(self, sequence: Int32, tile: Int32, start: Int32) -> Visit:
+        """Of a tile whose blocks begin at ``start``."""
+        work = self.work
+        seqlens = work.batch.seqlens(sequence)
+        blocks = work.batch.blocks(seqlens)
+        parts = work.parts(start, blocks.count)
+        first = blocks.begin + parts.begin(work.cta)
+        last = blocks.begin + parts.begin(work.cta + 1) - 1
+        head = work.heads.head(divide(tile, work.batch.row_tiles(seqlens)))
+        first_row = work.batch.first_row(sequence)
+        return Visit(sequence, seqlens, head, first, last, blocks.units, first_row, blocks.first_seen)
+
+    @cute.jit
+    def _begin(self) -> tuple[Guess, Boolean]:
+        """The block with which the CTA of a cluster begins, and whether it has any."""
+        sequence, tile, start, _ = self.work.first_tile(self.lane)
+        visit = self._visit(sequence, tile, start)
+        has_blocks = visit.first <= visit.last
+        page = self._page(self._look_up(sequence, visit.last, visit.first_row), 0)
+        row = self._row(visit.last, visit.first_row, visit.seqlens.seqlen_k)
+        return Guess(Int32(visit.head), Int32(page), row if has_blocks else self.page_size), has_blocks
+
+    @cute.jit
+    def _load_all(
+        self, visit: Visit, state: pipeline.PipelineState, is_there: tuple[Boolean, ...]
+    ) -> pipeline.PipelineState:
+        """The blocks of a tile, the last one first, which may be there."""
+        block, first_row, keys = visit.last, visit.first_row, visit.seqlens.seqlen_k
+        number = self._look_up(visit.sequence, block, first_row)
+        while visit.first <= block:
+            next_number = self._look_up(visit.sequence, block - self.at_once, first_row)
+            count = minimum(block + 1 - visit.first, self.at_once) if self.at_once > 1 else 1
+            for i in cutlass.range(count, unroll=1):
+                page, row = self._page(number, i), self._row(block - i, first_row, keys)
+                self._bring((visit.head, page, row), state, is_there)
+                self._load_scales(
+                    block - i, (visit.first_seen, keys), visit.head, (self.lane, page, row), state
+                )
+                state.advance()
+            block -= count
+            number = next_number
+        return state
 
     def _look_up(self, sequence: Int32, block: Int32, first_row: Int32) -> Int32:
         """What is said to be the page of this lane's box, of key block ``block`` or of one before."""
@@ -101,16 +176,37 @@ class Producer(LoopInvariant):
             scales.load(block, seen, head, place, barrier, state.index)
 
     @cute.jit
+    def _bring(
+        self,
+        place: tuple[Int32, Int32, Int32],
+        state: pipeline.PipelineState,
+        is_there: tuple[Boolean, ...],
+    ):
+        """A block to its stage, where the first one may be under way. ``place`` is what a ``Guess`` has."""
+        if const_expr(len(is_there) == 0):
+            self._load(*place, state)
+        elif is_there[0] and state.count == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(self.keys.pipe.producer_get_barrier(state))
+        else:
+            self._load(*place, state)
+
+    @cute.jit
     def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
         """A block, whose boxes lie where the lanes say."""
+        pipe = self.keys.pipe
+        pipe.producer_acquire(state)
+        self._fetch(Guess(head, page, row), pipe.producer_get_barrier(state), state.index)
+
+    @cute.jit
+    def _fetch(self, place: Guess, barrier: cute.Pointer, index: Int32):
+        """A block to a stage, told to a barrier."""
         keys = self.keys
-        keys.pipe.producer_acquire(state)
-        barrier = keys.pipe.producer_get_barrier(state)
-        stage = keys.smem[None, None, state.index]
+        stage = keys.smem[None, None, index]
         box = (self.config.box_rows, keys.box_columns)
         for i in cutlass.range_constexpr(self.config.boxes):
-            of_page = keys.cache[None, None, head, cute.arch.shuffle_sync(page, offset=i)]
-            source = cute.domain_offset((cute.arch.shuffle_sync(row, offset=i), 0), of_page)
+            of_page = keys.cache[None, None, place.head, cute.arch.shuffle_sync(place.page, offset=i)]
+            source = cute.domain_offset((cute.arch.shuffle_sync(place.row, offset=i), 0), of_page)
             for part in cutlass.range_constexpr(cute.size(keys.smem, mode=[1]) // keys.box_columns):
                 target, found = cpasync.tma_partition(
                     keys.atom,

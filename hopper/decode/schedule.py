@@ -61,6 +61,13 @@ def heads_together(kv_heads: Any, ctas: Any) -> Any:
     return most
 
 
+def launched_together(together: Any) -> Any:
+    """CTAs side by side that are launched as a cluster, where ``together`` K/V heads are visited at the same time: two,
+    which the SMs of a TPC take, if there are pairs of heads. What two heads have of a key lies side by side in memory,
+    and such SMs stay in step (``decode_neighbours.json``). Clusters of four do not all fit at once."""
+    return 2 - together % 2
+
+
 @dataclass(frozen=True)
 class HeadsTogether(LoopInvariant):
     """``count`` neighbouring K/V heads, which as many neighbouring CTAs visit at the same keys; ``own`` is the number

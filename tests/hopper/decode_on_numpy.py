@@ -85,6 +85,19 @@ class Descales:
     q: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class Older:
+    """int32 tensors as they are before what is before the kernel has ended, None for those that do not change: the rows
+    of the cache that are filled, its table and left pads."""
+
+    filled: Tensor | None = None
+    table: Tensor | None = None
+    leftpad: Tensor | None = None
+
+
+NOT_OLDER = Older()
+
+
 def decode_on_numpy(
     config: DecodeConfig,
     queries: Queries,
@@ -96,15 +109,16 @@ def decode_on_numpy(
     descales: Descales = Descales(),
     filled: tuple[int, ...] = (),
     dtype: torch.dtype | None = None,
+    older: Older = NOT_OLDER,
 ) -> tuple[Tensor, Tensor]:
     """out, of ``dtype`` or of that of q, and lse, which were NaN before as the partial results were.
 
     Of ``rules`` softcap and sinks are taken. ``filled`` are rows of the cache that the kernel is told of, where they
-    are not those of ``cache``.
+    are not those of ``cache``; ``older`` are what the kernel finds before it waits.
     """
     cache = cache if config.paged else in_order(cache)
     out = torch.full((*queries.q.shape[:-1], cache.v.shape[3]), math.nan, dtype=dtype or queries.q.dtype)
-    step = Step(config, queries, cache, launch, sides, rules, filled, descales)
+    step = Step(config, queries, cache, launch, sides, rules, filled, descales, older)
     lse = step.run(_maps(config, cache), (queries.q,), out, softmax_scale)
     return out, lse
 
@@ -121,6 +135,7 @@ class Step:
     rules: Rules
     filled: tuple[int, ...] = ()
     descales: Descales = Descales()
+    older: Older = NOT_OLDER
 
     def run(
         self,
@@ -146,7 +161,9 @@ class Step:
         arguments.values += [
             struct.pack("<4i", *(x.shape[i] for i in (1, 3, 2, 0))) for x in (cache.k, cache.v)
         ]
-        add_tensors(arguments, *given, *([cache.table] if c.paged else []))
+        add_tensors(arguments, *given)
+        if c.paged:
+            add_tensors(arguments, cache.table, older=self.older.table)
         self._add_lists_and_outputs(arguments, outputs, parts)
         arguments.add((rules.softcap or softmax_scale) * LOG2_E)
         if rules.softcap:
@@ -188,8 +205,9 @@ class Step:
         c, cache, packed = self.config, self.cache, self.queries.packed
         pads = cache.leftpad.tolist() if c.leftpad else [0] * len(cache.rows)
         filled = self.filled or [n + pad for n, pad in zip(cache.lengths, pads, strict=True)]
-        add_tensors(arguments, torch.tensor(filled, dtype=torch.int32))
-        add_tensors(arguments, *([cache.leftpad] if c.leftpad else []))
+        add_tensors(arguments, torch.tensor(filled, dtype=torch.int32), older=self.older.filled)
+        if c.leftpad:
+            add_tensors(arguments, cache.leftpad, older=self.older.leftpad)
         if packed is not None:
             add_tensors(arguments, torch.tensor(packed.cu_seqlens, dtype=torch.int32))
         kv_heads = cache.k.shape[2]
@@ -231,7 +249,7 @@ def _maps(config: DecodeConfig, cache: Cache) -> list[TensorMap]:
     return found
 
 
-def add_tensors(arguments: Arguments, *tensors: Tensor) -> None:
+def add_tensors(arguments: Arguments, *tensors: Tensor, older: Tensor | None = None) -> None:
     """Whose last strides are 1."""
     for tensor in tensors:
-        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
+        arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1], older)

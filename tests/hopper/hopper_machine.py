@@ -128,7 +128,8 @@ AT_ONCE = Timing()
 class Cta:
     """Shared memory and barriers of one CTA, and the buffers of global memory by their first address.
 
-    ``arriving`` are copies under way to it. ``cluster`` are the CTAs of its cluster by rank, ``cluster_arrivals`` how
+    ``older`` are buffers as a relaxed load finds them, where what is there is not settled. ``arriving`` are copies
+    under way to it. ``cluster`` are the CTAs of its cluster by rank, ``cluster_arrivals`` how
     often each warp has arrived at their barrier.
     """
 
@@ -146,6 +147,7 @@ class Cta:
     cluster: list[Cta] = field(default_factory=list)
     rank: int = 0
     cluster_arrivals: dict[int, int] = field(default_factory=dict)
+    older: dict[int, np.ndarray] = field(default_factory=dict)
     has_ended: bool = False
 
     def locate(self, address: int) -> tuple[Cta, int]:
@@ -180,6 +182,10 @@ class Cta:
                 return
             yield _checked(data, left[inside], at[inside], size)
             left = left[~inside]
+
+    def older_of(self, data: np.ndarray) -> np.ndarray:
+        """A buffer as a relaxed load finds it."""
+        return next((old for base, old in self.older.items() if self.memory[base] is data), data)
 
     def buffer(self, address: int) -> tuple[np.ndarray, int]:
         base = max(b for b in self.memory if b <= address)

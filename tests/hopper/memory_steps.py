@@ -18,6 +18,8 @@ def load_or_store(name: str, ops: list[str]) -> Step:
     names, (base, offset) = operands_of(values.strip("{}")), address_of(place)
     if space == "param":
         return _load_parameter(names, base, offset, size)
+    if space == "global" and kind == "ld" and "relaxed" in name:
+        return _load_global(names, base, offset, size, is_relaxed=True)
     make = {"shared": (_load_shared, _store_shared), "global": (_load_global, _store_global)}[space]
     return make[kind == "st"](names, base, offset, size)
 
@@ -80,14 +82,15 @@ def _store_shared(names: list[str], base: str, offset: int, size: int) -> Step:
     return step
 
 
-def _load_global(names: list[str], base: str, offset: int, size: int) -> Step:
+def _load_global(names: list[str], base: str, offset: int, size: int, is_relaxed: bool = False) -> Step:
     words = np.arange(len(names))[:, None]
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         addresses = warp.get(base, np.uint64)[mask] + np.uint64(offset % 2**64)
         results = np.empty((len(names), len(addresses)), f"u{size}")
         for data, which, at in warp.cta.places(addresses, size * len(names)):
-            results[:, which] = in_words(data, size)[at // size + words]
+            found = warp.cta.older_of(data) if is_relaxed else data
+            results[:, which] = in_words(found, size)[at // size + words]
         if mask is not EVERY_LANE:
             results = _spread(results, mask)
         for register, value in zip(names, results, strict=True):

@@ -101,11 +101,13 @@ NO_RULES = Rules()
 
 
 class Arguments:
-    """Parameters of a kernel as the DSL packs them, and the memory that they point into."""
+    """Parameters of a kernel as the DSL packs them, and the memory that they point into, of which ``older`` has what a
+    relaxed load finds in place of some."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self.memory: dict[int, np.ndarray] = {}
+        self.older: dict[int, np.ndarray] = {}
 
     def add(self, *values: Any) -> None:
         """Tensor maps, floats and integers as they are."""
@@ -121,10 +123,14 @@ class Arguments:
             shifts = min(bits, 1), max(bits - 1, 0)
             self.values += [struct.pack("<2I2B2x", number, factor, *shifts), struct.pack("<i", number)]
 
-    def tensor(self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    def tensor(
+        self, tensor: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], older: Tensor | None = None
+    ) -> None:
         """A pointer with the sizes and strides that are not fixed when compiling."""
         base = BUFFER_STEP * (len(self.memory) + 1)
         self.memory[base] = storage_of(tensor).view(np.uint8)
+        if older is not None:
+            self.older[base] = storage_of(older).view(np.uint8)
         first = base + tensor.storage_offset() * tensor.element_size()
         head = struct.pack(f"<Q{len(sizes)}i", first, *sizes)
         self.values.append(head + b"\0" * (-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides))
@@ -186,7 +192,10 @@ class Arguments:
         """Clusters, of neighbours along x, run one after the other."""
         parameters = dict(zip(program.parameters, self.values, strict=True))
         for z, y, x in product(range(grid[2]), range(grid[1]), range(0, grid[0], cluster)):
-            ctas = (Cta(parameters, self.memory, (x + i, y, z), grid, timing) for i in range(cluster))
+            ctas = (
+                Cta(parameters, self.memory, (x + i, y, z), grid, timing, older=self.older)
+                for i in range(cluster)
+            )
             run(program, *ctas)
 
 

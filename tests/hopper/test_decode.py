@@ -194,6 +194,9 @@ BY_ROW = {
     "by token, one row, a leftpad": replace(
         OF_E4M3["swapped, one row, a leftpad"], config=replace(SWAPPED_4, row_scales=True)
     ),
+    "by token, clusters": replace(
+        OF_E4M3["swapped, clusters"], config=replace(SWAPPED_4, row_scales=True, cluster=2), launch=Launch(24)
+    ),
     "by page, two tiles of rows, a window": replace(
         OF_E4M3["swapped, 12 rows, a window"], config=replace(SWAPPED_16, row_scales=True), queries=(6,)
     ),

@@ -18,6 +18,7 @@ from hopper.decode.schedule import (
     SequenceBlocks,
     TileParts,
     heads_together,
+    launched_together,
 )
 
 TILE_N = 4
@@ -91,6 +92,7 @@ def test_neighbouring_ctas_visit_the_same_keys_of_neighbouring_heads(kv_heads: i
     """All blocks of all heads are visited once, by CTAs with as many blocks as each other."""
     lengths = [7, 1, 30, 2, 11]
     count = heads_together(kv_heads, ctas)
+    assert count % launched_together(count) == 0 and launched_together(count) == (1 if count % 2 else 2)
     assert count == max(n for n in range(1, MOST_TOGETHER + 1) if math.gcd(kv_heads, ctas) % n == 0)
     together = [HeadsTogether(count, cta % count) for cta in range(ctas)]
     row = [
