@@ -87,7 +87,8 @@ class Producer(LoopInvariant):
 
     @cute.jit
     def run(self, guesses: tuple[Guess, ...] = ()):
-        """All of this CTA's piece of the row of blocks; ``guesses`` is empty, or has what was asked for."""
+        """All of this CTA's piece of the row of blocks, the last of a tile first; ``guesses`` is empty, or has what was
+        asked for."""
         work = self.work
         stages = self.config.raw_stages or self.config.stages
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
@@ -95,7 +96,20 @@ class Producer(LoopInvariant):
         sequence, tile, start, end = work.first_tile(self.lane)
         while start < end:
             visit = self._visit(sequence, tile, start)
-            state = self._load_all(visit, state, is_there)
+            block, first_row, keys = visit.last, visit.first_row, visit.seqlens.seqlen_k
+            number = self._look_up(visit.sequence, block, first_row)
+            while visit.first <= block:
+                next_number = self._look_up(visit.sequence, block - self.at_once, first_row)
+                count = minimum(block + 1 - visit.first, self.at_once) if self.at_once > 1 else 1
+                for i in cutlass.range(count, unroll=1):
+                    page, row = self._page(number, i), self._row(block - i, first_row, keys)
+                    self._bring((visit.head, page, row), state, is_there)
+                    self._load_scales(
+                        block - i, (visit.first_seen, keys), visit.head, (self.lane, page, row), state
+                    )
+                    state.advance()
+                block -= count
+                number = next_number
             start += visit.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(visit.seqlens))
 
@@ -120,27 +134,6 @@ class Producer(LoopInvariant):
         page = self._page(self._look_up(sequence, visit.last, visit.first_row), 0)
         row = self._row(visit.last, visit.first_row, visit.seqlens.seqlen_k)
         return Guess(Int32(visit.head), Int32(page), row if has_blocks else self.page_size), has_blocks
-
-    @cute.jit
-    def _load_all(
-        self, visit: Visit, state: pipeline.PipelineState, is_there: tuple[Boolean, ...]
-    ) -> pipeline.PipelineState:
-        """The blocks of a tile, the last one first, which may be there."""
-        block, first_row, keys = visit.last, visit.first_row, visit.seqlens.seqlen_k
-        number = self._look_up(visit.sequence, block, first_row)
-        while visit.first <= block:
-            next_number = self._look_up(visit.sequence, block - self.at_once, first_row)
-            count = minimum(block + 1 - visit.first, self.at_once) if self.at_once > 1 else 1
-            for i in cutlass.range(count, unroll=1):
-                page, row = self._page(number, i), self._row(block - i, first_row, keys)
-                self._bring((visit.head, page, row), state, is_there)
-                self._load_scales(
-                    block - i, (visit.first_seen, keys), visit.head, (self.lane, page, row), state
-                )
-                state.advance()
-            block -= count
-            number = next_number
-        return state
 
     def _look_up(self, sequence: Int32, block: Int32, first_row: Int32) -> Int32:
         """What is said to be the page of this lane's box, of key block ``block`` or of one before."""
