@@ -135,10 +135,13 @@ def scaled_row(pairs: list) -> tuple[Float32, list]:
 
 @cute.jit
 def scales_of(largest: Float32) -> tuple[Float32, Float32]:
-    """The power of two that brings a row of Q to ``Q_EXPONENT``, and its inverse: NaN for a row that is not finite."""
+    """The power of two that brings a row of Q to ``Q_EXPONENT``, and its inverse: NaN for a row that is not finite,
+    1 for one of zeros."""
     bits = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[largest])
     exponent = cutlass.max(bits >> 23, SCALED_QUERIES["smallest"])
     of_scale = (2 * 127 + Q_EXPONENT - exponent) << 23
     of_inverse = (exponent - Q_EXPONENT) << 23
     of_inverse = Int32(-1) if exponent == SCALED_QUERIES["infinite"] else of_inverse
+    # Of a row of zeros it is 1: scales of K may make 0 of 2^-126, and a hidden score is -inf times that.
+    of_inverse = Int32(127 << 23) if bits == 0 else of_inverse
     return as_float(of_scale), as_float(of_inverse)

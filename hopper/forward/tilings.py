@@ -343,7 +343,9 @@ def select_plain_config(
     # O of a single atom of columns would have lost a mode.
     used_v = max(-(-head_dim_v // COLUMNS_PER_ATOM), 2) * COLUMNS_PER_ATOM
     if (used, used_v) != pair:
-        config = replace(config, used_head_dim=used, used_head_dim_v=used_v)
+        # Blocks of 176 keys do without turns for warpgroups that leave some out, which only whole rows have.
+        has_turns = config.ping_pong or (config.tile_n == 176 and config.walks_apart)
+        config = replace(config, used_head_dim=used, used_head_dim_v=used_v, ping_pong=has_turns)
         validate_forward_config(config)
     return config
 

@@ -248,6 +248,8 @@ def explain(
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         gradient = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
         gradient = backward_rules.in_strips(gradient._replace(has_chunk=mask.attention_chunk > 0), mask.sides)
+        if choice.backend == "hopper":
+            gradient = backward_rules.in_faster_order(gradient)
         gradient = backward_rules.in_one_tile(gradient)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)

@@ -190,6 +190,7 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
     if train:
         found += strips_of(model, target)
         found += of_one_tile(model, target)
+        found += of_many_short(model, target)
         found += [LaunchesConfig()] if capability == HOPPER_CAPABILITY else []
     if True in model.causal:
         found += serving_of(model, capability)
@@ -259,6 +260,19 @@ def of_one_tile(model: ModelShape, target: Target) -> Iterator[Any]:
         choice = backward_rules.choose_for(asked.kind, target, None)
         if asked.one_tile and choice.backend == "hopper":
             yield backward_rules.select_for(asked.kind, choice.backend, target.capability)
+
+
+def of_many_short(model: ModelShape, target: Target) -> Iterator[Any]:
+    """The kernels of the gradients of short sequences that are so many that their sums have an order."""
+    batch = backward_rules.MANY_ELEMENTS // 256
+    q, k, v = ((batch, *x.shape[1:]) for x in model.specs(256))
+    for causal, sides in model.masks:
+        options = model.dtype, causal, False, sides != FULL_SIDES, model.scores
+        asked = backward_rules.in_faster_order(BackwardProblem(q, k, v, *options))
+        choice = backward_rules.choose_for(asked.kind, target, None)
+        if asked.deterministic and choice.backend == "hopper":
+            config = backward_rules.select_for(asked.kind, choice.backend, target.capability)
+            yield from (BackwardStep("prepare", config), config)
 
 
 def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:

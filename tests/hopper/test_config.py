@@ -195,6 +195,8 @@ def test_a_warpgroup_without_a_query_leaves_plain_blocks_of_176_keys_out():
         assert plain == replace(by_padding, ping_pong=by_padding.tile_n != 176)
     assert select_plain_config("bfloat16", 128, 128, False, 300).ping_pong
     assert not select_plain_config("bfloat16", 120, 120, False, 16384).walks_apart
+    for pair in ((128, 64), (64, 128), (128, 120)):
+        assert select_plain_config("bfloat16", *pair, False, 16384).ping_pong
     assert not select_plain_config("bfloat16", 256, 256, False, 16384).walks_apart
 
 

@@ -20,6 +20,7 @@ from hopper_attention.backward_rules import (
     BackwardProblem,
     KernelConfig,
     choose_for,
+    in_faster_order,
     in_one_tile,
     in_strips,
     select_for,
@@ -459,7 +460,7 @@ def find_for_call(
         return None
     problem, chosen = found
     if chosen == "hopper":
-        problem = in_strips(problem, window)
+        problem = in_strips(in_faster_order(problem), window)
         if not has_dlse and in_one_tile(problem).one_tile:
             return find_of_one_tile(in_one_tile(problem).kind, device)
     return find_with_strips(problem.kind, device) if problem.in_strips else find(problem.kind, device, chosen)

@@ -211,7 +211,7 @@ VARIANTS: Mapping[str, Variant] = {
         Variant(
             FULL,
             "full",
-            "The kernel that ships: a producer warp, two-stage pipelining, and ping-pong where it pays.",
+            "The kernel with all of them: a producer warp, two-stage pipelining, and ping-pong where it pays.",
             661.0,
             shipped_alone,
         ),
