@@ -91,7 +91,7 @@ class DecodeConfig:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether keys and columns of V are the rows of a WGMMA, and the rows of a tile its columns."""
+        """Whether keys are the rows of a product, columns of V those of a WGMMA, and rows of a tile their columns."""
         return self.tile_m in SWAPPED_TILE_M
 
     @property
@@ -100,7 +100,7 @@ class DecodeConfig:
 
     @property
     def mma_dtype(self) -> str:
-        """Of the operands of both GEMMs."""
+        """Of the operands of both GEMMs; of P V alone where K is widened in registers."""
         if self.is_swapped:
             return E4M3
         return "float16" if self.is_widened else self.dtype

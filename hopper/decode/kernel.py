@@ -74,10 +74,11 @@ class DecodeKernel:
     | v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | k of e4m3 | `raw_stages` | `tile_n * head_dim` | `4` |
     | v of e4m3 | `raw_stages` | `tile_n * head_dim_v` | `4` |
-    | ahead, of k and of v | 1, which is stage 0 of theirs | as theirs | never emptied |
 
-    TMA fills the first two, or the last two from which wideners fill the first. A swapped kernel has a cache of e4m3
-    without wideners: keys, and columns of V, are the rows of its WGMMAs (``SwappedConsumer``). Named barrier 1 is among
+    TMA fills the first two, or the last two from which wideners fill the first. Where the first block is guessed, k and
+    v have a pipeline each besides for that block: its one stage is stage 0 of theirs, and nobody empties it. A swapped
+    kernel has a cache of e4m3 without wideners: keys are the rows of mma.sync in float16, and columns of V those of its
+    WGMMAs (``SwappedConsumer``). Named barrier 1 is among
     the 128 threads of the consumer, or the 256 of both. 192 threads have registers enough; 512 and 384 share them out
     as ``DecodeConfig.registers`` says.
 
