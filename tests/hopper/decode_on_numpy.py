@@ -14,7 +14,7 @@ from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.decode.schedule import heads_together
 from hopper.mla.config import MlaConfig
 from tests.hopper.hopper_machine import AT_ONCE, Program, TensorMap, Timing, parse
-from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, row_map, storage_of
+from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, elements_of, row_map
 from tests.hopper.paged_on_numpy import Cache
 from tests.plans import Packed
 from tests.ptx import ptx_of
@@ -245,7 +245,7 @@ def _maps(config: DecodeConfig, cache: Cache) -> list[TensorMap]:
     for x, columns in ((cache.k, c.head_dim), (cache.v, c.head_dim_v)):
         order = (3, 1, 2, 0)
         sizes, strides = (tuple(of[i] for i in order) for of in (x.shape, x.stride()))
-        found.append(TensorMap(storage_of(x), sizes, strides, (columns, c.box_rows, 1, 1), 0))
+        found.append(TensorMap(elements_of(x), sizes, strides, (columns, c.box_rows, 1, 1), 0))
     return found
 
 

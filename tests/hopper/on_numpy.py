@@ -52,12 +52,17 @@ def storage_of(tensor: Tensor) -> np.ndarray:
     return flat.numpy().view(f"u{tensor.element_size()}")
 
 
+def elements_of(tensor: Tensor) -> np.ndarray:
+    """The same from the tensor's first element on, where TMA is told that it begins."""
+    return storage_of(tensor)[tensor.storage_offset() :]
+
+
 def tile_map(tensor: Tensor, order: tuple[int, ...], rows: int, columns: int) -> TensorMap:
     """TMA on tiles of (rows, columns); ``order`` are the dimensions from the columns on outwards."""
     width = next(w for w in SWIZZLED_ROWS if columns * tensor.element_size() % w == 0)
     box = (width // tensor.element_size(), rows, *(1 for _ in order[2:]))
     sizes, strides = (tuple(of[i] for i in order) for of in (tensor.shape, tensor.stride()))
-    return TensorMap(storage_of(tensor), sizes, strides, box, SWIZZLED_ROWS[width])
+    return TensorMap(elements_of(tensor), sizes, strides, box, SWIZZLED_ROWS[width])
 
 
 def ragged_map(tensor: Tensor, rows: int, columns: int) -> TensorMap:
@@ -68,7 +73,7 @@ def ragged_map(tensor: Tensor, rows: int, columns: int) -> TensorMap:
     back = ADDRESS_PART // tensor.element_size() - row_stride
     strides = (1, row_stride, head_stride, back, row_stride)
     box = (width // tensor.element_size(), rows, 1, 1, 1)
-    return TensorMap(storage_of(tensor), sizes, strides, box, SWIZZLED_ROWS[width])
+    return TensorMap(elements_of(tensor), sizes, strides, box, SWIZZLED_ROWS[width])
 
 
 def row_map(tensor: Tensor, rows: int, columns: int) -> TensorMap:
@@ -79,7 +84,7 @@ def row_map(tensor: Tensor, rows: int, columns: int) -> TensorMap:
 def vector_map(tensor: Tensor, rows: int) -> TensorMap:
     """Of (batch, heads, seqlen), a number for each row."""
     sizes, strides = tensor.shape[::-1], tensor.stride()[::-1]
-    return TensorMap(storage_of(tensor), tuple(sizes), tuple(strides), (rows, 1, 1), 0)
+    return TensorMap(elements_of(tensor), tuple(sizes), tuple(strides), (rows, 1, 1), 0)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from cute_kernels.plan.config import plan_entries
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.config import WARPGROUP_ROWS
 from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
-from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, add_rules, program_of, ragged_map, storage_of
+from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, add_rules, elements_of, program_of, ragged_map
 from tests.plans import Packed, plan_of
 
 
@@ -155,4 +155,4 @@ def _maps(
 
 def number_map(tensor: Tensor, rows: int) -> TensorMap:
     """Of (heads, rows), a number for each row."""
-    return TensorMap(storage_of(tensor), tensor.shape[::-1], tensor.stride()[::-1], (rows, 1), 0)
+    return TensorMap(elements_of(tensor), tensor.shape[::-1], tensor.stride()[::-1], (rows, 1), 0)

@@ -17,9 +17,9 @@ from tests.hopper.on_numpy import (
     LOG2_E,
     SWIZZLED_ROWS,
     Arguments,
+    elements_of,
     program_of,
     ragged_map,
-    storage_of,
 )
 
 
@@ -29,7 +29,7 @@ def transposed_map(tensor: Tensor, rows: int, keys: int) -> TensorMap:
     width, step = next(w for w in SWIZZLED_ROWS if keys % w == 0), FP8_KEYS_PER_STEP
     sizes = (RAGGED_ROWS, tensor.shape[1], tensor.shape[0], RAGGED_ROWS // step + 1, 2**31 - 1)
     strides = (1, row_stride, head_stride, (ADDRESS_PART - 1) * step, step)
-    return TensorMap(storage_of(tensor), sizes, strides, (width, rows, 1, 1, 1), SWIZZLED_ROWS[width])
+    return TensorMap(elements_of(tensor), sizes, strides, (width, rows, 1, 1, 1), SWIZZLED_ROWS[width])
 
 
 def packed_fp8_forward_on_numpy(

@@ -110,6 +110,13 @@ def test_output_staged_in_the_memory_of_v_waits_for_it_and_is_waited_for() -> No
         assert relative(out, attention_naive(q, k, v)[0]) < EPSILON[out.dtype]
 
 
+def test_keys_and_values_may_be_views_of_one_tensor() -> None:
+    """TMA begins at the first element of each."""
+    config = select_forward_config("bfloat16", 64, 64, True, 300)
+    q, k, v = draw(torch.bfloat16, (100, 300), (2, 1), 64)
+    check_forward(config, [q, *torch.stack((k, v), 2).unbind(2)])
+
+
 @pytest.mark.parametrize("causal,seqlens", [(False, (260, 170)), (True, (300, 430)), (True, (130, 70))])
 def test_output_from_registers_of_several_tiles(causal: bool, seqlens: tuple[int, int]) -> None:
     """O of 16 bits at head_dim 256, whose rows end within a tile."""
