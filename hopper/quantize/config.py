@@ -341,7 +341,7 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
 
 def shipped_quantize_configs() -> tuple[QuantizeConfig, ...]:
     """The configs of the default options at the native head_dims, each once, with wide codes too."""
-    options = {"block_q": DEFAULT_BLOCK_Q, "smooth_v": DEFAULT_SMOOTH_V}  # type: dict[str, Any]
+    options: dict[str, Any] = {"block_q": DEFAULT_BLOCK_Q, "smooth_v": DEFAULT_SMOOTH_V}
     return tuple(
         QuantizeConfig(dtype, head_dim, head_dim_v, block_k=block_k, wide_codes=wide_codes, **options)
         for wide_codes in (False, True)
