@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -235,18 +235,29 @@ def backward_of(problem: AttentionProblem, target: Target, keys: PackedKeys = US
     return BackwardStep("prepare", config), config, BackwardStep("finish", config)
 
 
-def strips_of(model: ModelShape, target: Target) -> Iterator[Any]:
-    """The kernels of the gradients of a window that is so narrow that it has kernels of its own, of long sequences."""
-    q, k, v = model.specs(2**16)
+def of_special_problems(
+    model: ModelShape,
+    target: Target,
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    special: Callable[[BackwardProblem, Sides], BackwardProblem],
+) -> Iterator[Any]:
+    """The configs of gradients of these shapes of q, k and v, for each mask of which ``special`` makes another problem
+    that a Hopper kernel serves."""
+    q, k, v = shapes
     for causal, sides in model.masks:
         options = model.dtype, causal, False, sides != FULL_SIDES, model.scores
-        asked = BackwardProblem(q.shape, k.shape, v.shape, *options)
-        asked = backward_rules.in_strips(asked, sides)
+        usual = BackwardProblem(q, k, v, *options)
+        asked = special(usual, sides)
         choice = backward_rules.choose_for(asked.kind, target, None)
-        if asked.in_strips and choice.backend == "hopper":
-            config = backward_rules.select_for(asked.kind, choice.backend, target.capability)
-            yield BackwardStep("prepare", config)
-            yield config
+        if asked != usual and choice.backend == "hopper":
+            yield backward_rules.select_for(asked.kind, choice.backend, target.capability)
+
+
+def strips_of(model: ModelShape, target: Target) -> Iterator[Any]:
+    """The kernels of the gradients of a window that is so narrow that it has kernels of its own, of long sequences."""
+    q, k, v = (x.shape for x in model.specs(2**16))
+    for config in of_special_problems(model, target, (q, k, v), backward_rules.in_strips):
+        yield from (BackwardStep("prepare", config), config)
 
 
 def of_one_tile(model: ModelShape, target: Target) -> Iterator[Any]:
@@ -254,25 +265,20 @@ def of_one_tile(model: ModelShape, target: Target) -> Iterator[Any]:
     # As many heads as any walk is served with.
     batch = backward_rules.LONGEST_WALKS[0][0]
     q, k, v = ((batch, *x.shape[1:]) for x in model.specs(64))
-    for causal, sides in model.masks:
-        options = model.dtype, causal, False, sides != FULL_SIDES, model.scores
-        asked = backward_rules.in_one_tile(BackwardProblem(q, k, v, *options))
-        choice = backward_rules.choose_for(asked.kind, target, None)
-        if asked.one_tile and choice.backend == "hopper":
-            yield backward_rules.select_for(asked.kind, choice.backend, target.capability)
+    yield from of_special_problems(
+        model, target, (q, k, v), lambda asked, _: backward_rules.in_one_tile(asked)
+    )
 
 
 def of_many_short(model: ModelShape, target: Target) -> Iterator[Any]:
     """The kernels of the gradients of short sequences that are so many that their sums have an order."""
     batch = backward_rules.MANY_ELEMENTS // 256
     q, k, v = ((batch, *x.shape[1:]) for x in model.specs(256))
-    for causal, sides in model.masks:
-        options = model.dtype, causal, False, sides != FULL_SIDES, model.scores
-        asked = backward_rules.in_faster_order(BackwardProblem(q, k, v, *options))
-        choice = backward_rules.choose_for(asked.kind, target, None)
-        if asked.deterministic and choice.backend == "hopper":
-            config = backward_rules.select_for(asked.kind, choice.backend, target.capability)
-            yield from (BackwardStep("prepare", config), config)
+    configs = of_special_problems(
+        model, target, (q, k, v), lambda asked, _: backward_rules.in_faster_order(asked)
+    )
+    for config in configs:
+        yield from (BackwardStep("prepare", config), config)
 
 
 def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
