@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -21,7 +21,7 @@ from cute_kernels.fragments import (
     first_row_of_thread,
 )
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import BlockRange, PartOfBlocks, SharedBlocks
+from cute_kernels.key_blocks import BlockRange, KeyBlocks, PartOfBlocks, SharedBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import (
@@ -32,32 +32,28 @@ from cute_kernels.score_tile import (
     function_rules,
     scale_after_functions,
 )
+from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
 from hopper.forward.batch import DenseBatch, PackedBatch
+from hopper.forward.consumer import Consumer
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads, ReturnOfO
 from hopper.forward.ending import ending_of
 from hopper.forward.epilogue import Epilogue
 from hopper.forward.kv_source import DenseTma, PackedTma
-from hopper.forward.operands import Mmas, PerOperand, Work
+from hopper.forward.operands import Mmas, PerOperand, Pipelines, Work
 from hopper.forward.paged import PagedTma, Pages
+from hopper.forward.places import TilePlace
 from hopper.forward.precision import SixteenBits
 from hopper.forward.producer import Producer
-from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
+from hopper.forward.shared_memory import smem_layouts, smem_tensors, storage_type, words_of_mailbox
+from hopper.forward.unscaled import NoCorrection
+from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand
 from hopper.wgmma import keep_descriptor
 
 ONE_WARPGROUP = (1, 1, 1)
 """Warpgroups of an MMA along rows, columns and depth."""
-
-
-class SmemLayouts(NamedTuple):
-    """Staged, swizzled layouts of the four operands in shared memory; V is seen transposed."""
-
-    q: cute.ComposedLayout
-    k: cute.ComposedLayout
-    vt: cute.ComposedLayout
-    o: cute.ComposedLayout
 
 
 @dataclass(frozen=True)
@@ -100,6 +96,27 @@ class LaunchOptions(LoopInvariant):
     captured: tuple = ()
     lists: tuple = ()
     pages: tuple = ()
+
+
+class Roles(NamedTuple):
+    """What both roles are made from: producer and consumers. ``extras`` are those of ``LaunchOptions``."""
+
+    operands: PerOperand
+    pipes: Pipelines
+    scale_log2: Float32
+    extras: tuple
+    storage: Any
+
+
+class ConsumerParts(NamedTuple):
+    """What a consumer is made from: the operands and their pipelines, the softmax, the loads that consumers issue, and
+    what is added to O."""
+
+    operands: PerOperand
+    pipes: Pipelines
+    softmax: OnlineSoftmax
+    loads: NoConsumerLoads
+    correction: NoCorrection
 
 
 class ForwardKernel:
@@ -188,7 +205,7 @@ class ForwardKernel:
         mO = batch.view(arguments.o)
         mLSE = batch.view_lse(mLSE)
 
-        layouts = self._smem_layouts()
+        layouts = smem_layouts(c, self.parts.kv_source)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.head_dim))
         atom_K, tma_K = self.parts.kv_source.make_k_atom(mK, layouts.k)
@@ -256,43 +273,19 @@ class ForwardKernel:
         window; ``outputs`` is that of ``DenseTmaStore``. The other tuples are fields of ``LaunchOptions``, and empty
         likewise.
         """
-        c = self.config
-        layouts = self._smem_layouts()
-        storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage(layouts))
-        sQ = storage.sQ.get_tensor(layouts.q.outer, swizzle=layouts.q.inner)
-        sK = storage.sK.get_tensor(layouts.k.outer, swizzle=layouts.k.inner)
-        sVt = storage.sV.get_tensor(layouts.vt.outer, swizzle=layouts.vt.inner)
-        # An O that goes from registers has no place, and none is touched.
-        shares_q = c.o_shares_q or c.o_from_registers
-        o_memory = (
-            storage.sQ
-            if shares_q
-            else storage.sV
-            if c.o_shares_v
-            else storage.sVrows
-            if c.o_shares_rows
-            else storage.sO
-        )
-        sO = o_memory.get_tensor(layouts.o.outer, swizzle=layouts.o.inner, dtype=self.out_dtype)
-
+        c, parts = self.config, self.parts
+        # Shared memory, and the barriers in it.
+        layouts = smem_layouts(c, parts.kv_source)
+        storage_of_cta = storage_type(c, layouts, parts.kv_source, parts.precision)
+        storage = cutlass.memory.SmemAllocator().allocate(storage_of_cta)
+        smem = smem_tensors(c, storage, layouts)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
-        # Of Q, K, V and O: which mode of the coordinate tensor has the rows, and how many rows are one step of it.
-        row_modes = (0, 0, self.parts.kv_source.v_row_mode, 0)
-        steps = (1, 1, self.parts.kv_source.v_row_step, 1)
-        operands = PerOperand(*map(TmaOperand, atoms, tensors, (sQ, sK, sVt, sO), row_modes, steps))
         lane = cute.arch.lane_idx()
-        scheduler = TileScheduler(
-            tile_counter,
-            storage.mailbox.get_tensor(cute.make_layout(self._mailbox_words)),
-            TileScheduler.make_pipe(
-                storage.barriers_mailbox.data_ptr(), self.parts.kv_source.receiving_warps
-            ),
-            lane,
-        )
-        pipes = self.parts.kv_source.make_pipelines(storage)
+        scheduler = self._scheduler(tile_counter, storage, lane)
+        pipes = parts.kv_source.make_pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if const_expr(c.starts_early):
@@ -301,73 +294,86 @@ class ForwardKernel:
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
-        order = self.parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section, divisors)
+        # Which tiles there are, the keys that each visits, and what is done to scores.
+        order = parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section, divisors)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
-        seqlens = self.parts.batch.seqlens(lengths)
-        # float16 keeps digits that the tanh of one instruction would lose.
-        is_precise = self.dtype is cutlass.Float16
-        inverse_scale = 1.0
-        if const_expr(c.alibi):
-            # The bias is added to S before the factor, so it is divided by that first.
-            inverse_scale = Float32(math.log2(math.e)) / scale_log2
-        functions = function_rules(c.functions, captured, scale_log2)
-        softcaps = tuple(SoftCap(factor, is_precise) for factor in caps)
-        alibi = ColumnAlibi if c.adds_row_bias_late else Alibi
-        rules = ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout), functions, alibi)
+        seqlens = parts.batch.seqlens(lengths)
+        rules = self._score_rules(scale_log2, caps, slopes, dropout, captured)
         scale_log2 = scale_after_functions(c.functions, scale_log2)
         pages = tuple(Pages(*each) for each in pages)
         work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules, lists, pages)
-        precision = self.parts.precision
+        # From here on each warp has its role. Registers go from the producer's warps to the consumers'.
+        roles = Roles(self._operands(atoms, tensors, smem), pipes, scale_log2, extras, storage)
         if const_expr(not c.warp_specialized):
-            scales = precision.make_scales(scale_log2, extras, storage)
-            producer = Producer(c, operands, pipes, scales)
-            softmax = precision.make_softmax(scale_log2, extras, storage)
-            loads = ConsumerLoads(c, producer, warp_idx)
-            parts = operands, pipes, softmax, loads, precision.make_correction(extras, storage)
-            self._consume(work, parts, (mLSE, outputs), warp_idx)
+            producer = self._make_producer(roles)
+            of_consumer = self._consumer_parts(roles)
+            of_consumer = of_consumer._replace(loads=ConsumerLoads(c, producer, warp_idx))
+            self._consume(work, of_consumer, (mLSE, outputs), warp_idx)
         else:
             if warp_idx < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_decrease(c.registers.producer)
-                scales = precision.make_scales(scale_log2, extras, storage)
-                producer = Producer(c, operands, pipes, scales)
-                self.parts.kv_source.produce(work, producer, storage, warp_idx)
+                parts.kv_source.produce(work, self._make_producer(roles), storage, warp_idx)
             else:
                 cute.arch.setmaxregister_increase(c.registers.consumer)
-                softmax = precision.make_softmax(scale_log2, extras, storage)
-                correction = precision.make_correction(extras, storage)
-                loads = NoConsumerLoads()
+                of_consumer = self._consumer_parts(roles)
                 if const_expr(c.o_shares_rows):
                     loads = ReturnOfO(pipes.o, warp_idx % WARPS_PER_WARPGROUP, lane)
-                parts = operands, pipes, softmax, loads, correction
-                self._consume(work, parts, (mLSE, outputs), warp_idx - WARPS_PER_WARPGROUP)
+                    of_consumer = of_consumer._replace(loads=loads)
+                self._consume(work, of_consumer, (mLSE, outputs), warp_idx - WARPS_PER_WARPGROUP)
+
+    def _operands(self, atoms: PerOperand, tensors: PerOperand, smem: PerOperand) -> PerOperand:
+        """What TMA copies: of each operand the atom, the coordinate tensor and shared memory."""
+        kv_source = self.parts.kv_source
+        # Of Q, K, V and O: which mode of the coordinate tensor has the rows, and how many rows are one step of it.
+        row_modes, steps = (0, 0, kv_source.v_row_mode, 0), (1, 1, kv_source.v_row_step, 1)
+        return PerOperand(*map(TmaOperand, atoms, tensors, smem, row_modes, steps))
+
+    def _scheduler(self, tile_counter: cute.Tensor, storage: Any, lane: Int32) -> TileScheduler:
+        """Who hands out tiles, and its mailbox."""
+        kv_source = self.parts.kv_source
+        mailbox = storage.mailbox.get_tensor(cute.make_layout(words_of_mailbox(kv_source)))
+        barriers = storage.barriers_mailbox.data_ptr()
+        pipe = TileScheduler.make_pipe(barriers, kv_source.receiving_warps)
+        return TileScheduler(tile_counter, mailbox, pipe, lane)
+
+    def _score_rules(
+        self, scale_log2: Float32, caps: tuple, slopes: tuple, dropout: tuple, captured: tuple
+    ) -> ScoreRules:
+        """What is done to scores before the softmax; arguments are those of ``kernel``."""
+        c = self.config
+        inverse_scale = 1.0
+        if c.alibi:
+            # The bias is added to S before the factor, so it is divided by that first.
+            inverse_scale = Float32(math.log2(math.e)) / scale_log2
+        functions = function_rules(c.functions, captured, scale_log2)
+        # float16 keeps digits that the tanh of one instruction would lose.
+        softcaps = tuple(SoftCap(factor, self.dtype is cutlass.Float16) for factor in caps)
+        alibi = ColumnAlibi if c.adds_row_bias_late else Alibi
+        return ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout), functions, alibi)
+
+    def _make_producer(self, roles: Roles) -> Producer:
+        scales = self.parts.precision.make_scales(roles.scale_log2, roles.extras, roles.storage)
+        return Producer(self.config, roles.operands, roles.pipes, scales)
+
+    def _consumer_parts(self, roles: Roles) -> ConsumerParts:
+        """Of a consumer that loads nothing."""
+        precision = self.parts.precision
+        softmax = precision.make_softmax(roles.scale_log2, roles.extras, roles.storage)
+        correction = precision.make_correction(roles.extras, roles.storage)
+        return ConsumerParts(roles.operands, roles.pipes, softmax, NoConsumerLoads(), correction)
 
     @cute.jit
-    def _consume(self, work: Work, parts: tuple, results: tuple, warp: Int32):
+    def _consume(self, work: Work, parts: ConsumerParts, results: tuple, warp: Int32):
         """The consumer warps, numbered from 0: attend to each tile and store it.
 
-        ``parts`` are the operands, their pipelines, the softmax, the loads that the consumers issue, and what is added
-        to O; ``results`` are LSE and the ``outputs`` of ``DenseTmaStore``.
+        ``results`` are LSE and the ``outputs`` of ``DenseTmaStore``.
         """
-        c = self.config
-        operands, pipes, softmax, loads, correction = parts
-        mLSE, outputs = results
+        c, precision = self.config, self.parts.precision
         lane = cute.arch.lane_idx()
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
-        mmas = self._tiled_mmas()
-        # A and B of Q K^T are descriptors of shared memory, which are alike in all threads of a warpgroup.
-        thr_qk = mmas.qk.get_slice(0)
-        tSrQ = mmas.qk.make_fragment_A(thr_qk.partition_A(operands.q.smem[None, None, wg]))
-        tSrK = mmas.qk.make_fragment_B(thr_qk.partition_B(operands.k.smem))
-        # Consumers whose producers transpose V have fewer registers.
-        keeps_q = self.parts.kv_source.row_stages == 0
-        fragments = (keep_descriptor(tSrQ) if keeps_q else tSrQ, keep_descriptor(tSrK))
-        precision = self.parts.precision
-        output = precision.make_output(mmas, self._pv_mma, operands.v.smem, softmax)
-        consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
-        has_quads = c.element_bytes == 1
-        store = self.parts.batch.store_type(operands.o, mLSE, c.head_dim_v, outputs, has_quads)
-        factors = tuple(each.factor for each in work.rules.dropout)
-        epilogue = Epilogue(store, correction, lane, warp_in_group, precision.recomputes_addresses, factors)
+        softmax, loads, correction = parts.softmax, parts.loads, parts.correction
+        consumer = self._make_consumer(parts, wg)
+        epilogue = self._make_epilogue(work, parts, results, (warp_in_group, lane))
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -379,29 +385,26 @@ class ForwardKernel:
         tiles = self.parts.kv_source.tiles(work, precision.recomputes_addresses)
         tile = tiles.first(mail_state)
         while tile < tiles.end:
+            # Where the tile lies, its key blocks, and the rules for the scores of this thread's rows.
             place = tiles.place(tile, mail_state)
-            head, seqlens = place.head, place.seqlens
             blocks = work.key_blocks_of(place)
             loads.begin(tile, place, blocks, q_phase ^ 1)
             row = place.m_block * c.tile_m + row_in_tile
-            mask = TileMask(work.block_range.window, c.tile_n, seqlens, row, col_in_block)
-            scores = work.score_tile(mask, head, seqlens.batch, blocks)
-            last_row = seqlens.seqlen_q - 1
-            rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
-            softmax.enter_tile(rows, head, seqlens)
-            correction.begin(place.head_kv, seqlens.batch)
-            if const_expr(c.walks_apart):
-                blocks = PartOfBlocks.of(blocks, wg, c.consumers)
-            elif const_expr(c.has_short_beginnings):
-                blocks = SharedBlocks.of(blocks, wg, c.consumers)
+            mask = TileMask(work.block_range.window, c.tile_n, place.seqlens, row, col_in_block)
+            scores = work.score_tile(mask, place.head, place.seqlens.batch, blocks)
+            softmax.enter_tile(self._rows_of(row, place), place.head, place.seqlens)
+            correction.begin(place.head_kv, place.seqlens.batch)
+            # Both GEMMs and the softmax of all blocks; then O and LSE.
+            own_blocks = self._blocks_of_warpgroup(blocks, wg)
             ending = ending_of(
                 c.finalizes_early, tiles, tile, mail_state, place, precision.recomputes_addresses
             )
-            kv_state = consumer.attend(scores, blocks, kv_state, q_phase, ending)
+            kv_state = consumer.attend(scores, own_blocks, kv_state, q_phase, ending)
             if const_expr(precision.recomputes_addresses):
                 place = ending.place()
                 row = place.m_block * c.tile_m + row_in_tile
             epilogue.finish(consumer, place, row, q_phase, ending)
+            # The next tile: its number comes by mail from the producer, or is claimed here where there is none.
             q_phase ^= 1
             if const_expr(not c.warp_specialized):
                 if warp == 0:
@@ -413,55 +416,49 @@ class ForwardKernel:
                 work.scheduler.finish()
         epilogue.drain()
 
-    @property
-    def _mailbox_words(self) -> int:
-        return MAILBOX_STAGES * self.parts.kv_source.words_of_tile
+    def _make_consumer(self, parts: ConsumerParts, wg: Int32) -> Consumer:
+        """Its operands are views of shared memory, of which A and B of Q K^T are descriptors."""
+        precision, mmas = self.parts.precision, self._tiled_mmas()
+        # A descriptor is alike in all threads of a warpgroup.
+        thr_qk = mmas.qk.get_slice(0)
+        tSrQ = mmas.qk.make_fragment_A(thr_qk.partition_A(parts.operands.q.smem[None, None, wg]))
+        tSrK = mmas.qk.make_fragment_B(thr_qk.partition_B(parts.operands.k.smem))
+        # Consumers whose producers transpose V have fewer registers.
+        keeps_q = self.parts.kv_source.row_stages == 0
+        fragments = (keep_descriptor(tSrQ) if keeps_q else tSrQ, keep_descriptor(tSrK))
+        output = precision.make_output(mmas, self._pv_mma, parts.operands.v.smem, parts.softmax)
+        return precision.consumer_type(
+            self.config, mmas, fragments, parts.pipes, parts.softmax, output, parts.loads, wg
+        )
+
+    def _make_epilogue(
+        self, work: Work, parts: ConsumerParts, results: tuple, thread: tuple[Int32, Int32]
+    ) -> Epilogue:
+        """``results`` are those of ``_consume``, ``thread`` the warp in its warpgroup and the lane."""
+        c, (mLSE, outputs), (warp_in_group, lane) = self.config, results, thread
+        has_quads = c.element_bytes == 1
+        store = self.parts.batch.store_type(parts.operands.o, mLSE, c.head_dim_v, outputs, has_quads)
+        recomputes = self.parts.precision.recomputes_addresses
+        factors = tuple(each.factor for each in work.rules.dropout)
+        return Epilogue(store, parts.correction, lane, warp_in_group, recomputes, factors)
+
+    def _rows_of(self, row: Int32, place: TilePlace) -> tuple[Int32, ...]:
+        """The thread's rows of a tile, of which ``row`` is the first; behind the last query that one again."""
+        last_row = place.seqlens.seqlen_q - 1
+        return tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
+
+    def _blocks_of_warpgroup(self, blocks: KeyBlocks, wg: Int32) -> KeyBlocks:
+        """Those of the tile's ``blocks`` that a warpgroup visits: all, but for warpgroups that walk apart."""
+        if self.config.walks_apart:
+            return PartOfBlocks.of(blocks, wg, self.config.consumers)
+        if self.config.has_short_beginnings:
+            return SharedBlocks.of(blocks, wg, self.config.consumers)
+        return blocks
 
     def _smem_carveout(self) -> int | None:
         """Percent of the L1 cache to use as shared memory. For several CTAs an SM the DSL would ask the GPU, and there
         may be none when compiling."""
         return None if self.config.ctas_per_sm == 1 else 100
-
-    def _smem_layouts(self) -> SmemLayouts:
-        """Shared memory of each operand; the last mode of each is its pipeline stage."""
-        c = self.config
-        o_stride = WARPGROUP_ROWS * (c.head_dim if c.o_shares_q else c.head_dim_v)
-        return SmemLayouts(
-            q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, self.qk_dtype),
-            k=swizzled_layout(c.tile_n, c.head_dim, c.stages, self.qk_dtype),
-            vt=self.parts.kv_source.v_layout(self.dtype),
-            o=swizzled_layout(
-                WARPGROUP_ROWS, c.head_dim_v, c.consumers, self.out_dtype, stage_stride=o_stride
-            ),
-        )
-
-    def _shared_storage(self, layouts: SmemLayouts) -> type:
-        c = self.config
-        has_place = c.o_shares_q or c.o_shares_v or c.o_shares_rows or c.o_from_registers
-        o_elements = 0 if has_place else cute.cosize(layouts.o.outer)
-        row_stages = self.parts.kv_source.row_stages
-        scale_floats, mean_floats = self.parts.precision.scale_floats, self.parts.precision.mean_floats
-
-        @cute.struct
-        class SharedStorage:
-            barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.consumers]
-            barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
-            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
-            barriers_o: cute.struct.MemRange[cutlass.Int64, 2 * (c.o_shares_v or c.o_shares_rows)]
-            barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
-            mailbox: cute.struct.Align[cute.struct.MemRange[Int32, self._mailbox_words], 16]
-            barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * row_stages]
-            scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_floats], 16]
-            means: cute.struct.Align[cute.struct.MemRange[Float32, mean_floats], 16]
-            sQ: cute.struct.Align[cute.struct.MemRange[self.qk_dtype, cute.cosize(layouts.q.outer)], 1024]
-            sK: cute.struct.Align[cute.struct.MemRange[self.qk_dtype, cute.cosize(layouts.k.outer)], 1024]
-            sV: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layouts.vt.outer)], 1024]
-            sO: cute.struct.Align[cute.struct.MemRange[self.out_dtype, o_elements], 1024]
-            sVrows: cute.struct.Align[
-                cute.struct.MemRange[self.dtype, row_stages * c.tile_n * c.head_dim_v], 1024
-            ]
-
-        return SharedStorage
 
     def _tiled_mmas(self) -> Mmas:
         """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
