@@ -72,12 +72,6 @@ def read_reports(results: Path) -> list[ForwardReport]:
     ]
 
 
-def read_paper_problem(results: Path) -> list[ForwardReport]:
-    """The report of the paper's ablation problem beside other libraries, if it has been committed."""
-    path = results / f"paper_problem_{GPU}.json"
-    return [load_forward(path.read_text(encoding="utf-8"), KINDS[0])] if path.is_file() else []
-
-
 def read_odd_shapes(results: Path) -> list[ForwardReport]:
     """The report of problems beside the grid, if it has been committed."""
     path = results / f"odd_shapes_{GPU}.json"
@@ -159,9 +153,8 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         # Latency and accuracy of that page were measured in 16 bits.
         is_forward = report.kind == KINDS[0]
         others = (latency, rmse) if is_forward else (None, None)
-        problem = read_paper_problem(results) if is_forward else []
         odd = read_odd_shapes(results) if is_forward else []
-        page = render_page(report, *others, f"{report.kind}.png", problem, odd)
+        page = render_page(report, *others, f"{report.kind}.png", odd)
         pages[folder / f"{report.kind}.md"] = page
     text = splice(text, render_speed(reports), "speed")
     if rmse is not None and "fp8" in rmse:
@@ -175,8 +168,7 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     if ablations:
         figures = [f"{report.slug}.png" for report in ablations]
         timeline_page = "timeline.md" if read_timeline(results) else ""
-        beside_others = [*read_paper_problem(results), reports[0]][0]
-        two_figures = render_two_figures(beside_others, ablations[0])
+        two_figures = render_two_figures(reports[0], ablations[0])
         pages[folder / "ablation.md"] = render_ablation(ablations, figures, timeline_page, two_figures)
         text = splice(text, render_ablation_readme(ablations[0], two_figures), "ablation")
     for scaling in read_scaling(results):

@@ -9,6 +9,7 @@ from typing import Any
 from hopper_attention.experiments.ablation.results import AblationReport, Won
 from hopper_attention.experiments.ablation.variants import FULL
 from hopper_attention.experiments.bench.results import (
+    NOT_SUSTAINED,
     OURS,
     OURS_DROP_IN,
     OURS_END_TO_END,
@@ -129,6 +130,17 @@ class Run:
         return f"{number(self.measured.clock_mhz)} MHz and {number(self.measured.power_w)} W{of_limit}"
 
     @property
+    def without_a_pause(self) -> str:
+        """Speed and clock where launches follow each other for long; empty where that was not measured."""
+        sustained = self.measured.sustained
+        if sustained == NOT_SUSTAINED:
+            return ""
+        return (
+            f" In {sustained.seconds:.0f} s without a pause it has **{sustained.tflops:.0f}** there, at "
+            f"{number(sustained.clock_mhz)} MHz."
+        )
+
+    @property
     def flops_a_cycle(self) -> float:
         """Operations a cycle and SM; 0.0 where the report has no clock or no number of SMs."""
         cycles = (self.measured.clock_mhz or 0.0) * 1e6 * self.machine.get("sms", 0)
@@ -143,15 +155,15 @@ def render_two_figures(forward: ForwardReport, ablation: AblationReport) -> str:
         return ""
     there = Run(measured, forward.commit[:7], forward.machine)
     here = Run(full.outcome.measured, ablation.commit[:7], ablation.machine)
-    names = dict.fromkeys((there.measured.note, here.measured.note))
+    names = [f"`{name}`" for name in dict.fromkeys((there.measured.note, here.measured.note))]
+    kernels = names[0] if len(names) == 1 else f"{names[0]} there and {names[1]} here"
     sentences = [
         f"Beside other libraries this problem has **{there.measured.tflops:.0f} TFLOP/s**, the full kernel has "
         f"**{here.measured.tflops:.0f}** here.",
-        f"The kernel is {' there and '.join(f'`{name}`' for name in names)}, at commits `{there.commit}` and "
-        f"`{here.commit}`.",
+        f"The kernel is {kernels}, at commits `{there.commit}` and `{here.commit}`.",
         f"The clock differs, as the driver reports it: there {there.measured.rounds} measurements took turns with the "
         f"other libraries, at {there.conditions}; here {here.measured.rounds} took turns with our own kernels, at "
-        f"{here.conditions}.",
+        f"{here.conditions}.{there.without_a_pause}",
     ]
     if there.flops_a_cycle and here.flops_a_cycle:
         sentences.append(

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from hopper_attention.experiments.ablation.results import AblationReport, Won
-from hopper_attention.experiments.bench.results import Failed, ForwardReport, Measured
+from hopper_attention.experiments.bench.results import Failed, ForwardReport, Measured, Sustained
 from hopper_attention.experiments.bench.spec import ABLATION
 from hopper_attention.experiments.readme import render_speed, render_two_figures
 from hopper_attention.experiments.reports import dump_figures
@@ -77,7 +77,11 @@ def test_two_figures_of_one_problem_are_explained_by_what_the_reports_say() -> N
         assert part in text, text
     assert "it is 3197 and 3203 FLOP" in text and text.count("`config`") == 1
     other = render_two_figures(with_figures(there, h200), full_with(replace(here, note="wider"), h200))
-    assert "`config` there and `wider`" in other
+    assert "`config` there and `wider` here" in other
+    assert "without a pause" not in text
+    paused = replace(there, sustained=Sustained(668.8, 2.3, 1455.0, 692.5))
+    paused_text = render_two_figures(with_figures(paused, h200), full_with(here, h200))
+    assert "In 2 s without a pause it has **669** there, at 1455 MHz." in paused_text
 
 
 def test_no_explanation_where_a_figure_or_a_clock_is_missing() -> None:

@@ -20,7 +20,6 @@ from hopper_attention.experiments.bench.results import (
 from hopper_attention.experiments.bench.shapes import shape_targets
 from hopper_attention.experiments.bench.spec import ABLATION, PAPER_HEAD_DIMS, PAPER_SEQLENS
 from hopper_attention.experiments.bench.targets import (
-    ablation_targets,
     lacks_kernel,
     latency_targets,
     longest_problem,
@@ -222,16 +221,6 @@ def render_rmse(rmse: Mapping[str, Any]) -> str:
     return f"{note}\n\n{markdown_table(['peer', 'RMSE'], rows)}"
 
 
-def render_paper_problem(report: ForwardReport) -> list[str]:
-    """The ablation's problem beside other libraries, by a report of its own."""
-    return [
-        "## The problem of the paper's ablation",
-        measured_on(report.date, report.commit, report.machine),
-        render_peers_table(report, report.cells),
-        targets_text(ablation_targets(report)),
-    ]
-
-
 def render_odd_shapes(report: ForwardReport) -> list[str]:
     """Problems beside the grid, by a report of their own."""
     return [
@@ -248,11 +237,10 @@ def render_page(
     latency: Mapping[str, Any] | None,
     rmse: Mapping[str, Any] | None,
     figure: str,
-    paper_problem: Sequence[ForwardReport] = (),
     odd_shapes: Sequence[ForwardReport] = (),
 ) -> str:
     """docs/results/<kind>.md: everything that was measured. ``figure`` is the plot's file name beside it;
-    ``paper_problem`` is a report of that problem, ``odd_shapes`` one of ODD_SHAPES, where there are such."""
+    ``odd_shapes`` is a report of ODD_SHAPES, where there is one."""
     versions = [
         f"- {name}: {info.title}, {info.version}" for name, info in report.peers.items() if info.version
     ]
@@ -284,8 +272,6 @@ def render_page(
     sustained = render_sustained(report)
     if sustained:
         parts += ["## Sustained", sustained]
-    for problem in paper_problem:
-        parts += render_paper_problem(problem)
     for odd in odd_shapes:
         parts += render_odd_shapes(odd)
     if latency:
