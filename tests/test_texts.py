@@ -19,6 +19,7 @@ MAX_README_LINES = 150
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE_BLOCK = re.compile(r"^```.*?^```$", re.S | re.M)
 HEADING = re.compile(r"^#+ (.*)$", re.M)
+ROW_ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 
 
 def prose(page: Path) -> str:
@@ -28,9 +29,11 @@ def prose(page: Path) -> str:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """What a link may say behind ``#``, as GitHub makes it of headings."""
-    titles = (LINK.sub("]", title).lower() for title in HEADING.findall(prose(page)))
-    return frozenset(re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles)
+    """What a link may say behind ``#``: what GitHub makes of headings, and what a row of a table is given."""
+    text = prose(page)
+    titles = (LINK.sub("]", title).lower() for title in HEADING.findall(text))
+    of_headings = (re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles)
+    return frozenset((*of_headings, *ROW_ANCHOR.findall(text)))
 
 
 def broken_links(page: Path) -> Iterator[str]:
@@ -52,6 +55,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# One title\n[a](#one-title) [b](#another) [c](gone.md) [d](page.md#one-title) [e](page.md#x)"
+        '\n| <a id="row"></a>a row | [f](#row) |'
     )
     assert list(broken_links(page)) == ["#another", "gone.md", "page.md#x"]
 
