@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 
 from hopper.compile import compile_kernel
@@ -26,6 +27,7 @@ from hopper.decode.config import (
     validate_decode_config,
 )
 from hopper.decode.kernel import DecodeKernel
+from hopper.decode.schedule import launched_together
 from hopper.inspection import ResourceUsage
 from hopper_attention.decode_rules import for_one_sequence
 from tests.compile_pool import usage_of_each
@@ -84,6 +86,9 @@ COMPILED = [
     *for_one_sequence(config_of("float16", (128, 128), 16, 8, rows=32, **WITHOUT_SPLITS), 8),
 ]
 """Of head_dim 256 most others spill, 4 to 136 bytes of those that were looked at."""
+
+SIDE_BY_SIDE = config_of("bfloat16", (64, 64), 64, 8, rows=4, cache_dtype=E4M3)
+"""One of the smaller kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -264,3 +269,39 @@ def test_what_no_kernel_can_be_built_from(change: dict[str, Any], message: str) 
         validate_decode_config(config)
     with pytest.raises(ValueError, match=message):
         DecodeKernel(config)
+
+
+def launches_of(config: DecodeConfig, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the DSL is told of each launch while the kernels of ``config`` are traced."""
+    launches = []
+    launch = BaseDSL.LaunchConfig.__post_init__
+
+    def recording(self: Any) -> None:
+        launch(self)
+        launches.append(self)
+
+    monkeypatch.setattr(BaseDSL.LaunchConfig, "__post_init__", recording)
+    compile_ptx(config)
+    return launches
+
+
+def test_neighbouring_heads_are_launched_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CTAs of a pair of K/V heads are a cluster, by what the launch finds of their number; those that put parts
+    together are none."""
+    asked = []
+
+    def asking(together: Any) -> Any:
+        asked.append((together, launched_together(together)))
+        return asked[-1][1]
+
+    monkeypatch.setattr("hopper.decode.kernel.launched_together", asking)
+    decode, combine = launches_of(SIDE_BY_SIDE, monkeypatch)
+    ((together, in_cluster),) = asked
+    assert decode.has_cluster and decode.cluster[0] is in_cluster and tuple(decode.cluster[1:]) == (1, 1)
+    assert decode.grid[0] is together and combine.grid[0] is together
+    assert not combine.has_cluster and decode.use_pdl and combine.use_pdl
+
+
+def test_ctas_that_share_a_tile_are_one_launch_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    (decode,) = launches_of(replace(SIDE_BY_SIDE, limits_splits=False, cluster=8), monkeypatch)
+    assert decode.has_cluster and tuple(decode.cluster) == (8, 1, 1) and tuple(decode.grid[1:]) == (1, 1)

@@ -49,15 +49,36 @@ def test_every_block_that_is_made_for_another_kernel_has_one() -> None:
             assert config in SHIPPED and width % config.tile_n == 0
 
 
-def test_blocks_are_narrower_where_two_levels_are_asked_for() -> None:
-    widths = [
-        select_fp8_forward_config(
-            64, 64, causal, "bfloat16", 4096, 192, two_level=two_level, exact_lse=True
-        ).tile_n
-        for causal in (False, True)
-        for two_level in (False, True)
-    ]
-    assert widths == [192, 96, 192, 96]
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "widths"),
+    [
+        (64, {0: (192, 96), 64: (64, 64), 96: (96, 96), 128: (64, 64), 192: (192, 96), 384: (192, 96)}),
+        (128, {0: (128, 128), 64: (64, 64), 128: (128, 128), 192: (64, 64), 256: (128, 128)}),
+        (256, {0: (64, 64), 64: (64, 64), 128: (64, 64), 192: (64, 64)}),
+    ],
+)
+def test_blocks_by_those_of_a_scale(head_dim: int, widths: dict[int, tuple[int, int]], causal: bool) -> None:
+    """The widest that divide it, and narrower ones at head_dim 64 where two levels are asked for."""
+    for block_k, keys in widths.items():
+        configs = [
+            select_fp8_forward_config(
+                head_dim, head_dim, causal, "bfloat16", 4096, block_k, two_level=two_level, exact_lse=True
+            )
+            for two_level in (False, True)
+        ]
+        assert tuple(config.tile_n for config in configs) == keys
+        assert all(config in SHIPPED for config in configs)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_k", "allowed"),
+    [(64, 80, "64 or 96 or 192"), (128, 96, "64 or 128"), (128, 176, "64 or 128"), (256, 160, "64")],
+)
+def test_a_scale_of_other_keys_is_refused(head_dim: int, block_k: int, allowed: str) -> None:
+    message = f"block_k is {block_k}, allowed at head_dim {head_dim}: multiples of {allowed}$"
+    with pytest.raises(ValueError, match=message):
+        select(head_dim, block_k)
 
 
 def test_invalid_fields_are_named() -> None:
