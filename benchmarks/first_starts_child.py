@@ -10,12 +10,12 @@ import time
 BEGIN = time.perf_counter()
 
 # What the clock is to count comes behind its start, the imports of this file among it.
-import ast  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import sys  # noqa: E402
-from types import CodeType  # noqa: E402
-from typing import Any  # noqa: E402
+import ast
+import json
+import os
+import sys
+from types import CodeType
+from typing import Any
 
 CACHE = "hopper_attention.compile_cache"
 """The module that gives compiled kernels as functions."""

@@ -110,7 +110,7 @@ def measure(cell: Cell) -> dict[str, Any]:
     for name, reason in (("packed", ""), ("unpacked", "it is measured without")):
         # pack_gqa=False leaves calls to the decode kernel where no other reads the cache in place. So the rule is
         # replaced; mypy does not take a lambda with a default for it.
-        kvcache_rules.why_not_packed = lambda call, in_place, reason=reason: reason  # type: ignore[assignment]
+        kvcache_rules.why_not_packed = lambda call, in_place, reason=reason: reason  # type: ignore[assignment]  # a stand-in
         launch.find_way.cache_clear()
         options = given | {"pack_gqa": not reason}
         calls = [partial(flash_attn_with_kvcache, q, *cache, **options) for cache in caches]

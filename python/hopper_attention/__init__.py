@@ -8,25 +8,25 @@ from hopper_attention.rooms import check_rooms
 
 check_rooms()
 
-# E402, here and below: a foreign `hopper` must be found out before ours is imported.
-from hopper_attention import mods  # noqa: E402
-from hopper_attention.api import flash_attn_func  # noqa: E402
-from hopper_attention.combine import flash_attn_combine  # noqa: E402
-from hopper_attention.dispatch import describe_machine, explain  # noqa: E402
-from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func  # noqa: E402
-from hopper_attention.fp8_plan import explain_fp8  # noqa: E402
-from hopper_attention.kvcache import flash_attn_with_kvcache  # noqa: E402
-from hopper_attention.kvcache_plan import explain_kvcache  # noqa: E402
-from hopper_attention.kvcache_schedule import get_scheduler_metadata  # noqa: E402
-from hopper_attention.packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func  # noqa: E402
-from hopper_attention.quantization import Fp8Quantization, quantize_qkv  # noqa: E402
-from hopper_attention.rotary import apply_rotary  # noqa: E402
-from hopper_attention.varlen import flash_attn_varlen_func  # noqa: E402
-from hopper_attention.varlen_packed import (  # noqa: E402
+# A foreign `hopper` must be found out before ours is imported.
+from hopper_attention import mods
+from hopper_attention.api import flash_attn_func
+from hopper_attention.combine import flash_attn_combine
+from hopper_attention.dispatch import describe_machine, explain
+from hopper_attention.fp8 import flash_attn_fp8_func, flash_attn_quantized_func
+from hopper_attention.fp8_plan import explain_fp8
+from hopper_attention.kvcache import flash_attn_with_kvcache
+from hopper_attention.kvcache_plan import explain_kvcache
+from hopper_attention.kvcache_schedule import get_scheduler_metadata
+from hopper_attention.packed import flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv
+from hopper_attention.rotary import apply_rotary
+from hopper_attention.varlen import flash_attn_varlen_func
+from hopper_attention.varlen_packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from hopper_attention.varlen_plan import explain_varlen  # noqa: E402
+from hopper_attention.varlen_plan import explain_varlen
 
 __all__ = [
     "Fp8Quantization",

@@ -8,7 +8,7 @@ units of the rows that belong to none. So no sum over lengths is needed, and non
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -273,7 +273,3 @@ class PackedQuantizedQKV:
             )
             for number, (rows, keys) in enumerate(found)
         ]
-
-    def with_lengths(self, lengths: Lengths) -> PackedQuantizedQKV:
-        """The same tensors with other bounds of lengths."""
-        return replace(self, lengths=lengths)

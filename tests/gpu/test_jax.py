@@ -15,11 +15,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax = pytest.importorskip("jax", reason="JAX is not installed")
 pytest.importorskip("jax_tvm_ffi", reason="jax-tvm-ffi is not installed")
 
-import jax.numpy as jnp  # noqa: E402
+import jax.numpy as jnp
 
-from hopper_attention import flash_attn_func  # noqa: E402
-from hopper_attention.integrations.jax import flash_attention  # noqa: E402
-from hopper_attention.reference import attention_naive  # noqa: E402
+from hopper_attention import flash_attn_func
+from hopper_attention.integrations.jax import flash_attention
+from hopper_attention.reference import attention_naive
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers extra")
 
-import hopper_attention.integrations.transformers as integration  # noqa: E402
+import hopper_attention.integrations.transformers as integration
 
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,6 @@ LANES = 32
 GARBAGE = 0xCB
 WIDTHS = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 REGISTERS = {"%p": np.bool_, "%rs": np.uint16, "%r": np.uint32, "%rd": np.uint64}
-SIGNED = {np.uint16: np.int16, np.uint32: np.int32, np.uint64: np.int64}
 INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.]*)\s*(.*);$")
 
 

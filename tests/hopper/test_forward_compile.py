@@ -53,20 +53,6 @@ PLAIN = tuple(
 """Those of PLAIN_TILINGS where rows have most columns, and some whose products leave out columns of zeros."""
 
 
-@pytest.mark.parametrize("config", PLAIN, ids=lambda config: config.name)
-def test_kernels_of_plain_problems_compile_without_spills(config, usages):
-    usage = usages[config]
-    assert usage.local_bytes == 0
-    assert registers_suffice(config, usage)
-
-
-@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
-def test_shipped_config_compiles_without_spills(config, usages):
-    usage = usages[config]
-    assert usage.local_bytes == 0
-    assert registers_suffice(config, usage)
-
-
 def registers_suffice(config, usage: ResourceUsage) -> bool:
     """Whether what the roles share out by setmaxnreg is what the launch reserves: who asks for more waits forever."""
     shared_out = 128 * (config.consumers * config.registers.consumer + config.registers.producer)
@@ -90,8 +76,8 @@ NOT_PLAIN = [
 """docs/limits.md names the one that spills: everything at once at head_dim 64."""
 
 
-@pytest.mark.parametrize("config", NOT_PLAIN, ids=lambda config: config.name)
-def test_kernels_that_are_not_plain_compile_without_spills(config, usages):
+@pytest.mark.parametrize("config", [*PLAIN, *SHIPPED, *NOT_PLAIN], ids=lambda config: config.name)
+def test_kernels_compile_without_spills(config, usages):
     usage = usages[config]
     assert usage.local_bytes == 0
     assert registers_suffice(config, usage)

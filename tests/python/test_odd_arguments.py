@@ -83,7 +83,7 @@ def test_what_equals_a_default_is_not_taken_for_it() -> None:
     with pytest.raises(TypeError, match=r"^sm_margin is a bool, False, allowed: an int"):
         flash_attn_func(*QKV, sm_margin=False)
     with pytest.raises(TypeError, match=r"^out_dtype is a dict"):
-        flash_attn_combine(*PARTS, out_dtype={})  # type: ignore[arg-type, call-overload]
+        flash_attn_combine(*PARTS, out_dtype={})  # type: ignore[arg-type, call-overload]  # wrong on purpose
 
 
 def test_a_window_that_has_no_numbers() -> None:

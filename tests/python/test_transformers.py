@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers extra")
 
-from transformers.masking_utils import create_causal_mask, create_masks_for_generate  # noqa: E402
+from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 
-import hopper_attention.integrations.transformers as integration  # noqa: E402
-from hopper_attention.integrations.transformers import batches, rotary, visible  # noqa: E402
+import hopper_attention.integrations.transformers as integration
+from hopper_attention.integrations.transformers import batches, rotary, visible
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "transformers.md"
 
@@ -134,6 +134,7 @@ def test_a_decoder_may_attend_in_both_directions() -> None:
     mask = torch.ones(2, 11, dtype=torch.long)
     mask[1, 7:] = 0
     for padding in (None, mask):
+        # E731: a way to run a model, in one line.
         run = lambda m, padding=padding: m(tokens(2, 11), attention_mask=padding).logits  # noqa: E731
         eager, ours = both("llama", run, is_causal=False)
         assert difference(eager[mask.bool()], ours[mask.bool()]) < BUDGET
@@ -247,6 +248,7 @@ def test_generate_gives_the_tokens_of_eager(cache: str) -> None:
     }
     for name in DECODERS if cache == "static" else ("llama", "mistral"):
         for padding in (None, mask):
+            # E731: a way to run a model, in one line.
             run = lambda m, padding=padding: m.generate(tokens(2, 6), attention_mask=padding, **options)  # noqa: E731
             eager, ours = both(name, run)
             assert torch.equal(eager, ours), (name, padding)

@@ -39,7 +39,7 @@ def room_like(x: Tensor, rows: int) -> Tensor:
     return x.new_empty((x.shape[0], rows, *x.shape[2:]))
 
 
-def messages_of(ranks: Ranks, step: Step, own: Pair) -> tuple[list[Message], list[Message], Pair]:
+def messages_of(step: Step, own: Pair) -> tuple[list[Message], list[Message], Pair]:
     """What is sent and received for a step, and where it arrives; ``own`` are K and V of this rank."""
     arriving = room_for(own, step.keys)
     what = "K and V"
@@ -81,7 +81,7 @@ def places_of(shares: tuple[Share, ...]) -> Iterator[tuple[Share, Span]]:
 
 def _post(ranks: Ranks, step: Step, own: Pair) -> tuple[Pair, Transfer]:
     """Where the keys of a step arrive, and their transfer, which alone holds what is sent."""
-    sends, receives, arriving = messages_of(ranks, step, own)
+    sends, receives, arriving = messages_of(step, own)
     return arriving, exchange(ranks, sends, receives)
 
 

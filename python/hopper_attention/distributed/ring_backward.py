@@ -242,7 +242,7 @@ class _BackwardRing:
         receives: list[Message] = []
         arriving = self.work.own
         for visit in following:
-            gives, takes, arriving = messages_of(self.ranks, visit.step, self._own_of(visit))
+            gives, takes, arriving = messages_of(visit.step, self._own_of(visit))
             sends += gives
             receives += takes
         returns = []

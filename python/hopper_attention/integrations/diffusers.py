@@ -15,15 +15,15 @@ from hopper_attention.integrations.needs import need
 OLDEST = (0, 35)
 """Of the versions of diffusers: earlier ones have no attention by name."""
 
-# E402, below: what is missing or too old must be said before names are imported from it.
+# What is missing or too old must be said before names are imported from it.
 need("diffusers", OLDEST)
 
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry  # noqa: E402
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-from hopper_attention.api import flash_attn_func  # noqa: E402
-from hopper_attention.fp8 import flash_attn_fp8_func  # noqa: E402
-from hopper_attention.functions import MaskMod, ScoreMod  # noqa: E402
-from hopper_attention.notices import warn_once  # noqa: E402
+from hopper_attention.api import flash_attn_func
+from hopper_attention.fp8 import flash_attn_fp8_func
+from hopper_attention.functions import MaskMod, ScoreMod
+from hopper_attention.notices import warn_once
 
 NAMES = ("hopper_attention", "hopper_attention_fp8")
 """What ``set_attention_backend`` takes: 16 bits, and FP8 from 16-bit tensors."""

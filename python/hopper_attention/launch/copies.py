@@ -18,8 +18,6 @@ from hopper_attention.backends import target_of, why_not_ampere
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, current_device, index_of
 
-ANY_CTAS = 1 << 16
-
 
 class Piece(NamedTuple):
     """Of a tensor (batch, rows, heads, d) whose heads lie side by side: blocks of its rows, and some of their columns.

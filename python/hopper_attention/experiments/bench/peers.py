@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -306,8 +306,8 @@ def why_no_flex(setting: Setting) -> str:
 
 
 @lru_cache(maxsize=1)
-def compile_flex(problem: Problem) -> Callable[..., Tensor]:
-    """FlexAttention compiled for one problem.
+def compile_flex(problem: Hashable) -> Callable[..., Tensor]:
+    """FlexAttention compiled for one problem or workload.
 
     Dynamo keeps a few compiled versions of a function and then runs it uncompiled; so each problem starts anew, and
     ``fullgraph`` makes an error of what would not compile.

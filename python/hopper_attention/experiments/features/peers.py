@@ -402,15 +402,6 @@ def bind_cudnn(workload: Workload, setting: Setting) -> Binding:
 
 
 @lru_cache(maxsize=1)
-def compile_flex(workload: Workload) -> Callable[..., Tensor]:
-    """FlexAttention compiled for one workload: each starts anew, as Dynamo keeps only a few versions."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    torch.compiler.reset()
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
-
-
-@lru_cache(maxsize=1)
 def flex_mask(workload: Workload, device: str) -> Any:
     """The block mask: sequences, mask and window in one. None where nothing is hidden."""
     from torch.nn.attention.flex_attention import create_block_mask
@@ -431,7 +422,7 @@ def flex_mask(workload: Workload, device: str) -> Any:
 
 def bind_flex(workload: Workload, setting: Setting) -> Binding:
     """What the backward reads is kept, since it runs many times."""
-    attention, mask = compile_flex(workload), flex_mask(workload, setting.device)
+    attention, mask = bench_peers.compile_flex(workload), flex_mask(workload, setting.device)
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": workload.heads != workload.heads_kv}
     change = score_mod_of(workload, setting.device)
     options["score_mod"] = change or score_terms.flex_score(workload, setting.device)

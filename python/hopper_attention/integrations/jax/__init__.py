@@ -6,9 +6,9 @@ On an NVIDIA GPU XLA calls the compiled kernels through its FFI (``kernels``), e
 
 from hopper_attention.integrations.needs import need
 
-# E402, below: what is missing or too old must be said before names are imported from it.
+# What is missing or too old must be said before names are imported from it.
 need("jax")
 
-from hopper_attention.integrations.jax.attention import flash_attention  # noqa: E402
+from hopper_attention.integrations.jax.attention import flash_attention
 
 __all__ = ["flash_attention"]

@@ -15,21 +15,21 @@ from hopper_attention.integrations.needs import need
 OLDEST = (5, 4)
 """Of the versions of Transformers: earlier ones describe masks in another way."""
 
-# E402, below: what is missing or too old must be said before names are imported from it.
+# What is missing or too old must be said before names are imported from it.
 need("transformers", OLDEST)
 
-from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from hopper_attention.integrations.transformers.attention import attend, attend_fp8  # noqa: E402
-from hopper_attention.integrations.transformers.batches import (  # noqa: E402
+from hopper_attention.integrations.transformers.attention import attend, attend_fp8
+from hopper_attention.integrations.transformers.batches import (
     BATCHES_NAME,
     attend_batches,
     can_prepare_batches,
     no_mask,
     prepare_batches,
 )
-from hopper_attention.integrations.transformers.masks import make_mask  # noqa: E402
-from hopper_attention.integrations.transformers.rotary import fuse_rotary, unfuse_rotary  # noqa: E402
+from hopper_attention.integrations.transformers.masks import make_mask
+from hopper_attention.integrations.transformers.rotary import fuse_rotary, unfuse_rotary
 
 __all__ = [
     "BATCHES_NAME",

@@ -83,7 +83,7 @@ def test_fa3_gets_a_descale_for_each_sequence(workload: Workload, monkeypatch: p
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("workload", (*FORWARD, CAPPED, BIASED, *WITH_FUNCTIONS), ids=lambda w: w.name)
 def test_flex_sees_the_same_keys(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "compile_flex", lambda workload: flex_attention)
+    monkeypatch.setattr(peers.bench_peers, "compile_flex", lambda workload: flex_attention)
     assert errors_of(replace(FEATURE_PEERS["flex"], why_unavailable=lambda setting: ""), workload) == ""
 
 
@@ -160,7 +160,7 @@ def test_fa4_gets_no_limit_as_none(workload: Workload, monkeypatch: pytest.Monke
 
     module = ModuleType("flash_attn.cute")
     # An empty module is made into the library: mypy knows no attribute of it.
-    module.flash_attn_func, module.flash_attn_varlen_func = dense, packed  # type: ignore[attr-defined]
+    module.flash_attn_func, module.flash_attn_varlen_func = dense, packed  # type: ignore[attr-defined]  # a new module has no names
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     assert errors_of(FEATURE_PEERS["fa4"], workload) == ""
