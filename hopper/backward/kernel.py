@@ -175,7 +175,14 @@ class BackwardKernel:
         changes: tuple,
         lists: tuple,
     ):
+        """One CTA: make shared memory, barriers and pipelines, then part into the roles of the table.
+
+        ``atoms`` and ``tensors`` are those of TMA: Q, K, V, dO, LSE and delta to load, then dK, dV and what else is
+        stored. ``sides`` are those of a window, ``lengths`` and ``sizes`` what ``batch`` makes of sequence lengths and
+        the grid; ``changes`` and ``lists`` are fields of ``BackwardOptions``.
+        """
         c = self.config
+        # Shared memory, and the barriers in it.
         layouts = self._smem_layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage(layouts))
         sQ, sK, sV, sdO, sdS = (
@@ -191,6 +198,7 @@ class BackwardKernel:
         if warp_idx == 0:
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
+        # Which key tiles there are, and the query tiles that each visits.
         kind = ResidentTileScheduler if const_expr(c.ordered) else TileScheduler
         scheduler = kind(
             mCounter,
@@ -203,6 +211,7 @@ class BackwardKernel:
         work = replace(self.batch.work(window, scheduler, lengths, heads_per_kv_head, sizes), lists=lists)
         dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.staged_words, c.stages, c.consumers)))
 
+        # From here on each warp has its role. Registers go from the producer's warps to the consumers'.
         if warp_idx < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(c.registers.producer)
             if warp_idx == 0:
@@ -334,6 +343,8 @@ class BackwardKernel:
                 head = head_kv * work.heads_per_kv_head + i
                 scores = rules.for_head(mask, head, batch)
                 of_head = work.visit_of_head(visit, (batch, head, n_block))
+                # Query tiles that a causal mask or the end of the sequence cuts, those that see all keys of the tile,
+                # and those from which a window's left side cuts some.
                 for place in cutlass.range(of_head.begin, of_head.unmasked, unroll=1):
                     m_block, in_block = of_head.number(place), of_head.masked(scores, place)
                     in_head = m_block, head, batch
