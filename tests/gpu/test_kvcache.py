@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import explain_kvcache, flash_attn_combine, flash_attn_with_kvcache
+from hopper_attention.reference import attention_naive
 from tests.python.kvcache_cases import FP8, CacheCase, bits, int32
 from tests.python.test_kvcache import LAYOUTS, SCORES
 
@@ -212,6 +213,34 @@ def filled(
         found[name] = pages.new_empty(pages.shape)
         found[name].view(torch.uint8)[table.flatten().long()] = pages.view(torch.uint8)
     return found
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=str)
+@pytest.mark.parametrize("page_size", [0, 64])
+def test_more_elements_than_31_bits_count(page_size: int, cache_dtype: torch.dtype) -> None:
+    """Sequences, or their pages, at the end of the cache; a token is appended there."""
+    torch.manual_seed(4)
+    entries, rows = (70_000, page_size) if page_size else (5, 900_000)
+    cache = torch.empty(2, entries, rows, 4, 128, device="cuda", dtype=cache_dtype)
+    assert cache[0].numel() > 2**31
+    places = torch.tensor([[-1, -7, 3], [-2, 66_001, -5]] if page_size else [[-1], [-2]], device="cuda")
+    places %= entries
+    q, new = torch.randn(2, 1, 16, 128, device="cuda").bfloat16(), torch.randn(2, 2, 1, 4, 128, device="cuda")
+    given = {
+        "page_table" if page_size else "cache_batch_idx": places.int() if page_size else places[:, 0].int()
+    }
+    exact, lengths = [], [130, 187]
+    for sequence, length in enumerate(lengths):
+        keys = torch.randn(2, length, 4, 128, device="cuda").to(cache_dtype)
+        at, row = places[sequence][torch.arange(length) // rows], torch.arange(length) % rows
+        cache.view(torch.uint8)[:, at, row.cuda()] = keys.view(torch.uint8)
+        rounded = new[:, sequence].bfloat16().to(cache_dtype)
+        k, v = torch.cat((keys.float(), rounded.float()), 1)[:, None]
+        exact.append(attention_naive(q[sequence : sequence + 1].float(), k, v, causal=True)[0])
+    given |= {"k": new[0].bfloat16(), "v": new[1].bfloat16(), "cache_seqlens": int32(lengths).cuda()}
+    out = flash_attn_with_kvcache(q, *cache, **given, causal=True)
+    wanted = torch.cat(exact)
+    assert (out.double() - wanted).abs().max() <= 1.6e-2 * max(1.0, wanted.abs().max())
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8], ids=str)

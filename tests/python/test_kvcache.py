@@ -196,6 +196,18 @@ def test_queries_of_e4m3(packed_q: bool) -> None:
     check(replace(case, rotary_dim=16), FP8, q_descale=q_descale, causal=True)
 
 
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)], ids=str)
+def test_queries_of_e4m3_of_any_strides(order: tuple[int, ...]) -> None:
+    """Heads or the batch may lie in memory in any place, with descales as without."""
+    q_descale = torch.tensor([[0.5, 2.0], [1.0, 0.25], [2.0, 1.0]])
+    call = CacheCase(page_size=3).build(FP8, q_descale=q_descale, **DESCALES)
+    strided = call["q"].view(torch.uint8).permute(order).contiguous().view(FP8)
+    strided = strided.permute(*sorted(range(4), key=order.__getitem__))
+    assert torch.equal(bits(strided), bits(call["q"])) and strided.stride() != call["q"].stride()
+    for found, expected in zip(run(call | {"q": strided}), run(call), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_out_is_written(backend: str | None) -> None:
     case = CacheCase(page_size=4)

@@ -340,7 +340,7 @@ def _query(shape: CacheShape, tensors: CacheTensors) -> Tensor:
         return q.to(shape.out_dtype)
     if not shape.is_packed_q:
         groups = tensors.q.unflatten(2, (shape.kv_heads, -1)).float()
-        return (groups * tensors.q_descale[:, None, :, None, None]).to(shape.out_dtype).view(q.shape)
+        return (groups * tensors.q_descale[:, None, :, None, None]).to(shape.out_dtype).reshape(q.shape)
     descale = tensors.q_descale.repeat_interleave(shape.heads // shape.kv_heads, 1)
     sequence, _ = tokens_of(tensors.q, tensors.cu_seqlens_q, shape.batch)
     sequence = sequence.clamp(max=shape.batch - 1)
