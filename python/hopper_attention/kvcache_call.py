@@ -93,7 +93,7 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
     # What traces a call may not know how to ask.
     if not is_plain or torch._C._is_any_autocast_enabled():
         tensors = _cast(tensors)
-    if type(options.window_size) is not tuple:
+    if not features.is_constant(options.window_size):
         options = options._replace(window_size=features.read_window(options.window_size))
     of_out = None if out is None else _facts((out,))[0]
     there = alibi_slopes is not None, sinks is not None
