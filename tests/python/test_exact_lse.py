@@ -213,7 +213,10 @@ def test_codes_of_an_exact_lse_have_the_strides_of_new_tensors(
     flash_attn_func(q, k, k.clone(), exact_lse=True)
     ((wide_q, wide_k, *_),) = seen
     assert wide_q.dtype == wide_k.dtype == torch.float16
-    assert (wide_q.stride(), wide_k.stride()) == ((2 * DIM * ROWS, 2 * DIM, DIM, 1), (2 * DIM, 2 * DIM, DIM, 1))
+    assert (wide_q.stride(), wide_k.stride()) == (
+        (2 * DIM * ROWS, 2 * DIM, DIM, 1),
+        (2 * DIM, 2 * DIM, DIM, 1),
+    )
 
 
 def test_16_bits_take_it_and_change_nothing() -> None:

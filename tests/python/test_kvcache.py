@@ -137,7 +137,9 @@ def test_a_side_of_a_window_that_is_a_tensor_is_read_in_every_call() -> None:
     left = torch.tensor(6)
     for side in (6, 1):
         left.fill_(side)
-        for one, other in zip(run(call, window_size=(left, 0)), run(call, window_size=(side, 0)), strict=True):
+        for one, other in zip(
+            run(call, window_size=(left, 0)), run(call, window_size=(side, 0)), strict=True
+        ):
             assert torch.equal(one, other)
 
 
