@@ -45,6 +45,9 @@ KINDS = {
 }
 """By whether there is a softcap, slopes and sinks. Made ahead, as torch.compile of older torch cannot make one."""
 
+MOST_SPLITS = 2**24
+"""More than a GPU has CTAs, as which it counts. Kernels add key blocks of a sequence to it in 32 bits."""
+
 Facts = tuple["tuple[Any, ...] | None", ...]
 """``TensorSpec`` of tensors as plain tuples, which are made and hashed sooner; None for what is not given."""
 
@@ -170,7 +173,7 @@ def make_call(
         KINDS[softcap != 0.0, has_alibi, has_sinks],
         rotary_interleaved=checks.check_flag("rotary_interleaved", options.rotary_interleaved),
         rotates_each_query=hides,
-        num_splits=0 if options.num_splits is None else int(options.num_splits),
+        num_splits=0 if options.num_splits is None else min(int(options.num_splits), MOST_SPLITS),
         pack_gqa=None if options.pack_gqa is None else bool(options.pack_gqa),
         backend=options.backend,
         sm_margin=checks.check_sm_margin(options.sm_margin),
