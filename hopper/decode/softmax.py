@@ -8,7 +8,6 @@ from cute_kernels.fast_math import max_over_lanes, maximum_of, maximum_or_nan, m
 from cute_kernels.fragments import LANES_PER_ROW, as_rows
 from cute_kernels.softmax import LEAST, RoundingSoftmax, scale_row
 
-
 SMALLEST_SCALE = 2.0**-126
 
 
