@@ -200,25 +200,6 @@ def test_it_is_a_flag_or_none(configs: Configs, way: str, bad: Any, error: type[
     assert check_exact_lse(1, False) is True and check_exact_lse(0, True) is False
 
 
-@pytest.mark.parametrize("offset", [0, 4])
-def test_codes_of_an_exact_lse_have_the_strides_of_new_tensors(
-    offset: int, configs: Configs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dimension of size 1 may have any stride, as those of DLPack have 1, and TMA takes multiples of 16 bytes."""
-    seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(compile_cache, "get_forward", lambda config: noting(seen))
-    memory = torch.zeros(ROWS * 2 * DIM + offset, dtype=torch.uint8).view(E4M3)
-    q = memory.as_strided((1, ROWS, 2, DIM), (1, 2 * DIM, DIM, 1), offset)
-    k = memory.as_strided((1, 1, 2, DIM), (0, 3, DIM, 1), offset)
-    flash_attn_func(q, k, k.clone(), exact_lse=True)
-    ((wide_q, wide_k, *_),) = seen
-    assert wide_q.dtype == wide_k.dtype == torch.float16
-    assert (wide_q.stride(), wide_k.stride()) == (
-        (2 * DIM * ROWS, 2 * DIM, DIM, 1),
-        (2 * DIM, 2 * DIM, DIM, 1),
-    )
-
-
 def test_16_bits_take_it_and_change_nothing() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 40, 2, 32).bfloat16() for _ in range(3))

@@ -27,9 +27,9 @@ class WidenLauncher(Launcher):
         """As ``widened``, of contiguous tensors that the kernel can address."""
         if self.device_index != torch.cuda.current_device():
             return self.call_there(q, k)
-        wide_q, wide_k = (torch.empty(x.shape, dtype=WIDE_CODES, device=x.device) for x in (q, k))
-        self.kernel(*(x.view(-1, VECTOR) for x in (q, k, wide_q, wide_k)))
-        return wide_q, wide_k
+        wide = torch.empty_like(q, dtype=WIDE_CODES), torch.empty_like(k, dtype=WIDE_CODES)
+        self.kernel(*(x.view(-1, VECTOR) for x in (q, k, *wide)))
+        return wide
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -45,6 +45,5 @@ def widened(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     q, k = q.contiguous(), k.contiguous()
     is_too_large = max(q.numel(), k.numel()) > MAX_VECTORS * VECTOR
     if is_too_large or (q.data_ptr() | k.data_ptr()) % VECTOR:
-        wide_q, wide_k = (x.to(WIDE_CODES, memory_format=torch.contiguous_format) for x in (q, k))
-        return wide_q, wide_k
+        return q.to(WIDE_CODES), k.to(WIDE_CODES)
     return find(q.device)(q, k)
