@@ -22,7 +22,7 @@ from hopper.decode.config import BOX_COLUMNS, DecodeConfig
 from hopper.decode.masks import RowMask
 from hopper.decode.operands import Keys, clear_rows
 from hopper.decode.rows import HeadRows, TileRows
-from hopper.decode.softmax import RowSoftmax
+from hopper.decode.softmax import RowSoftmax, scale_of_scores
 from hopper.wgmma import issue_gemm, keep_descriptor
 
 
@@ -86,7 +86,8 @@ class Consumer(LoopInvariant):
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, rows: HeadRows, scale_log2: Float32):
         """The thread's rows of Q; zeros for rows and columns that there are not. ``scale_log2`` is that of scores."""
-        self.softmax.scale_log2 = scale_log2
+        has_descale = const_expr(bool(self.config.cache_dtype))
+        self.softmax.scale_log2 = scale_of_scores(scale_log2) if has_descale else scale_log2
         words = cute.recast_tensor(self.tSrQ, Int32)
         words.fill(0)
         for r in cutlass.range_constexpr(self.config.rows_per_thread):

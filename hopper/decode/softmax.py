@@ -4,9 +4,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, const_expr
 
-from cute_kernels.fast_math import max_over_lanes, maximum_of, multiply_rounded
+from cute_kernels.fast_math import max_over_lanes, maximum_of, maximum_or_nan, multiply_rounded
 from cute_kernels.fragments import LANES_PER_ROW, as_rows
 from cute_kernels.softmax import LEAST, RoundingSoftmax, scale_row
+
+SMALLEST_SCALE = 2.0**-126
+
+
+@cute.jit
+def scale_of_scores(scale: Float32) -> Float32:
+    """A scale that descales are part of, and not 0, as a hidden score is -inf times it. NaN where it is negative, which
+    would turn maxima into minima."""
+    least = maximum_or_nan(scale, Float32(SMALLEST_SCALE))
+    return least if scale >= Float32(0.0) else Float32.nan
 
 
 class RowSoftmax(RoundingSoftmax):

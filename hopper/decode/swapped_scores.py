@@ -13,6 +13,7 @@ from hopper.config import WARPGROUP_ROWS
 from hopper.decode.config import ROWS_PER_GROUP, DecodeConfig
 from hopper.decode.operands import Keys
 from hopper.decode.rows import SwappedRows
+from hopper.decode.softmax import scale_of_scores
 from hopper.decode.widener import widen_e4m3
 from hopper.swizzled_bytes import SwizzledBytes
 
@@ -79,7 +80,7 @@ class SwappedScores(LoopInvariant):
                 lane = (2 * self.warp + i % 2) * LANES_PER_ROW + number // 2 % LANES_PER_ROW
                 self.queries[number % 2, lane, number // PAIRS_PER_STEP, i // 2] = word
             if self.lane == 0:
-                scales[ROWS_PER_GROUP * i + self.warp] = inverse * scale_log2
+                scales[ROWS_PER_GROUP * i + self.warp] = scale_of_scores(inverse * scale_log2)
 
     @cute.jit
     def _load_row(self, mQ: cute.Tensor, rows: SwappedRows, i: cutlass.Constexpr[int]) -> list:

@@ -86,13 +86,8 @@ class TransposeKernel:
 
     @cute.kernel
     def kernel(self, mV: cute.Tensor, mVt: cute.Tensor):
+        buffer, thread = self._begin()
         columns = self.config.columns
-        cute.arch.griddepcontrol_wait()
-        # The kernel that attends to V makes ready meanwhile.
-        cute.arch.griddepcontrol_launch_dependents()
-        words = cute.make_layout(self.config.tiling.size // 4)
-        buffer = cutlass.memory.SmemAllocator().allocate_tensor(Int32, words, 128)
-        thread, _, _ = cute.arch.thread_idx()
         parts, blocks = mV.shape[3] // columns, ceil_div(mV.shape[1], KEYS)
         # Neighbouring CTAs read neighbouring bytes: parts of a row, then heads, then blocks of keys.
         tile = cute.arch.block_idx()[0]
@@ -110,6 +105,17 @@ class TransposeKernel:
         target = mVt.iterator.toint() + Int64(batch) * mVt.stride[0] + Int64(head) * mVt.stride[1]
         target = target + Int64(part * columns) * mVt.stride[2] + block * KEYS
         self._store(target, Int64(mVt.stride[2]), keys, buffer, thread)
+
+    @cute.jit
+    def _begin(self) -> tuple[cute.Tensor, Int32]:
+        """Wait for the kernel before this one. The buffer in shared memory, and the thread."""
+        cute.arch.griddepcontrol_wait()
+        # The kernel that attends to V makes ready meanwhile.
+        cute.arch.griddepcontrol_launch_dependents()
+        words = cute.make_layout(self.config.tiling.size // 4)
+        buffer = cutlass.memory.SmemAllocator().allocate_tensor(Int32, words, 128)
+        thread, _, _ = cute.arch.thread_idx()
+        return buffer, thread
 
     @cute.jit
     def _load(self, source: Int64, keys: TileKeys | PackedTileKeys, buffer: cute.Tensor, thread: Int32):
@@ -185,12 +191,8 @@ class PackedTransposeKernel(TransposeKernel):
 
     @cute.kernel
     def packed_kernel(self, mV: cute.Tensor, mVt: cute.Tensor, cu_seqlens: cute.Tensor, seqused: cute.Tensor):
+        buffer, thread = self._begin()
         columns = self.config.columns
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        words = cute.make_layout(self.config.tiling.size // 4)
-        buffer = cutlass.memory.SmemAllocator().allocate_tensor(Int32, words, 128)
-        thread, _, _ = cute.arch.thread_idx()
         parts = mV.shape[3] // columns
         tile = cute.arch.block_idx()[0]
         row = divide(tile, parts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from cute_kernels.problem import DENSE, VARLEN
+from cute_kernels.problem import DENSE, MAX_SEQLEN, VARLEN
 from hopper.decode.config import (
     SWAPPED_TILE_M,
     TILE_N,
@@ -89,6 +89,8 @@ def why_not_boxes(call: CacheCall, box_rows: int | None) -> str:
         return "there are alibi_slopes"
     if not shape.has_keys or not shape.has_queries:
         return "there is no query or no key"
+    if shape.capacity > MAX_SEQLEN:
+        return f"a sequence has room for {shape.capacity} keys, and the kernel counts at most {MAX_SEQLEN}"
     if shape.has_leftpad and pages_of(call)[1] > 1:
         # A box that begins at any row of a page may end in another one.
         return "there is a leftpad, which its kernel takes for caches of one page a sequence"

@@ -215,6 +215,13 @@ def is_full(window_size: Any) -> bool:
     return type(window_size) is tuple and window_size == FULL_WINDOW
 
 
+def is_constant(window_size: Any) -> bool:
+    """Whether a ``window_size`` says all by its value: nothing of it can be another number in a later call."""
+    if window_size is FULL_WINDOW:
+        return True
+    return type(window_size) is tuple and all(side is None or type(side) is int for side in window_size)
+
+
 def read_window(window_size: Any) -> tuple[int, int]:
     """(left, right) of a ``window_size``, -1 for a side without a limit.
 

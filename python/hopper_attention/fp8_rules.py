@@ -202,8 +202,6 @@ def why_not_kernel(problem: Fp8AttentionProblem) -> str:
         return (
             f"head_dim {p.head_dim} and head_dim_v {p.head_dim_v} must be multiples of {HEAD_DIM_STEP} in FP8"
         )
-    if p.is_empty:
-        return "the problem is empty"
     if p.block_v != p.block_k:
         return f"k has blocks of {p.block_k} rows and v of {p.block_v}, which must be the same"
     try:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hopper_attention.checks import Result
 from hopper_attention.device_memory import is_capturing
+from hopper_attention.features import is_constant
 from hopper_attention.kvcache_call import CheckedCall
 from hopper_attention.kvcache_checks import CacheOptions
 from hopper_attention.kvcache_schedule import ATTRIBUTE, Schedule, schedule_of
@@ -78,8 +79,8 @@ def _key_of(tensors: Decoded, options: tuple[Any, ...]) -> tuple[Any, ...]:
 def remember(tensors: Decoded, options: tuple[Any, ...], checked: CheckedCall) -> None:
     """Keep a call that was made, if ``decode_again`` can make others like it."""
     call, read, scores, _ = checked
-    # Queries that are to be rotated are not what the kernel gets. A list or a tensor as a window may change in place.
-    if find_way(call).path != "decode" or call.hadamard or type(options[WINDOW]) is not tuple:
+    # Queries that are to be rotated are not what the kernel gets. A window of a list or of tensors may change in place.
+    if find_way(call).path != "decode" or call.hadamard or not is_constant(options[WINDOW]):
         return
     key, schedule = _key_of(tensors, options), schedule_of(tensors[-1])
     sizes = tensors[0].shape, tensors[1].shape, key

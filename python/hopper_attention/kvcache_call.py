@@ -45,6 +45,9 @@ KINDS = {
 }
 """By whether there is a softcap, slopes and sinks. Made ahead, as torch.compile of older torch cannot make one."""
 
+MOST_SPLITS = 2**24
+"""More than a GPU has CTAs, as which it counts. Kernels add key blocks of a sequence to it in 32 bits."""
+
 Facts = tuple["tuple[Any, ...] | None", ...]
 """``TensorSpec`` of tensors as plain tuples, which are made and hashed sooner; None for what is not given."""
 
@@ -93,7 +96,7 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
     # What traces a call may not know how to ask.
     if not is_plain or torch._C._is_any_autocast_enabled():
         tensors = _cast(tensors)
-    if type(options.window_size) is not tuple:
+    if not features.is_constant(options.window_size):
         options = options._replace(window_size=features.read_window(options.window_size))
     of_out = None if out is None else _facts((out,))[0]
     there = alibi_slopes is not None, sinks is not None
@@ -170,7 +173,7 @@ def make_call(
         KINDS[softcap != 0.0, has_alibi, has_sinks],
         rotary_interleaved=checks.check_flag("rotary_interleaved", options.rotary_interleaved),
         rotates_each_query=hides,
-        num_splits=0 if options.num_splits is None else int(options.num_splits),
+        num_splits=0 if options.num_splits is None else min(int(options.num_splits), MOST_SPLITS),
         pack_gqa=None if options.pack_gqa is None else bool(options.pack_gqa),
         backend=options.backend,
         sm_margin=checks.check_sm_margin(options.sm_margin),

@@ -83,8 +83,8 @@ class Schedule:
         """
         changed = {}
         for name, default in (("num_splits", 0), ("pack_gqa", None), ("sm_margin", 0)):
-            own, given = getattr(self, name), getattr(options, name)
-            if given is None or given is default:
+            own, given = getattr(self, name), checks.python_int(getattr(options, name))
+            if given is None or (type(given) is int and given == default):
                 changed[name] = own
             elif own != default and given != own:
                 raise _unfit(name, given, f"{own}, or {default}, which takes it from there")

@@ -190,8 +190,8 @@ def _quantize(
 ) -> PackedQuantizedTensor:
     """Quantize float32 x (total, heads, d), whose rows are at ``where``: their places and cu_seqlens."""
     places, cu_seqlens = where
-    if granularity != "block":
-        block = ONE_PER_SEQUENCE
+    # No sequence is longer than this, and rows are counted in 32 bits.
+    block = ONE_PER_SEQUENCE if granularity != "block" else min(block, ONE_PER_SEQUENCE)
     units = places.units(cu_seqlens, block)
     amax = _amax_of_units(x, places, units, count_units(x.shape[0], cu_seqlens.shape[0] - 1, block))
     if granularity == "tensor" and amax.numel():

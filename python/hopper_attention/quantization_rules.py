@@ -270,6 +270,8 @@ def _shared_amax(rows: torch.Tensor, granularity: str, block: int, kv_heads: int
     if granularity == "head":
         group = rows.unflatten(1, (kv_heads, -1)).amax((2, 3))
         return group.repeat_interleave(heads // kv_heads, 1).unsqueeze(-1)
+    # A block may be longer than the sequence, by as much as does not fit memory.
+    block = min(block, seqlen)
     return pad(rows, (0, -seqlen % block)).unflatten(2, (-1, block)).amax(-1)
 
 

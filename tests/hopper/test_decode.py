@@ -173,6 +173,32 @@ def test_a_cache_of_e4m3(name: str) -> None:
         assert (got_lse.double() - exact_lse).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("name", OF_E4M3)
+def test_keys_whose_descale_is_zero_or_negative(name: str) -> None:
+    """The scores of all keys that a query sees are 0; and a scale that is wrong is told by NaN."""
+    case = replace(OF_E4M3[name], rules=Rules(sinks=SINKS))
+    config, (queries, cache) = case.config, draw(case)
+    if config.e4m3_queries:
+        queries = replace(queries, q=queries.q.to(torch.float8_e4m3fn))
+    ones = torch.ones(len(case.keys), case.heads[1])
+    for of_keys in (0.0, -0.5):
+        given = Descales((of_keys * ones,), (ones,), (ones,) if config.e4m3_queries else ())
+        out, lse = decode_on_numpy(
+            config, queries, cache, 0.1, case.launch, case.sides, case.rules, given, dtype=torch.bfloat16
+        )
+        for number, (k, v) in enumerate(cache.rows):
+            q = queries.of(number).double()
+            if not q.shape[0]:
+                continue
+            exact, exact_lse = oracle(case, q, (0.0 * k.double(), v.double()), 0.1)
+            got, got_lse = queries.rows(out, lse, number)
+            if of_keys:
+                assert got.isnan().all() and got_lse.isnan().all()
+                continue
+            assert (got.double() - exact).norm() <= EPSILON[out.dtype] * exact.norm()
+            assert (got_lse.double() - exact_lse).abs().max() <= 1e-5
+
+
 def test_queries_of_which_one_element_is_far_above_the_others() -> None:
     """By 20 octaves, where the keys have a 0: what is left of the other elements makes the scores."""
     config = replace(SWAPPED, causal=False, sinks=False)

@@ -15,7 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_kernels.window import NO_LIMIT
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.mla.config import MlaConfig
-from hopper_attention import compile_cache, device_memory, explain_kvcache, flash_attn_with_kvcache
+from hopper_attention import (
+    compile_cache,
+    device_memory,
+    explain_kvcache,
+    flash_attn_with_kvcache,
+    get_scheduler_metadata,
+)
 from hopper_attention.decode_rules import MAX_PARTS, ctas_of_pieces
 from hopper_attention.launch import decode
 from hopper_attention.launch import kvcache as launch
@@ -221,6 +227,18 @@ def test_hints_reach_the_kernel(kernels: DecodeKernels) -> None:
     flash_attn_with_kvcache(**call, num_splits=3, sm_margin=40)
     (seen,) = kernels.calls
     assert seen["max_splits"] == 3 and seen["num_ctas"] == ctas_of_pieces(SMS - 40, 6) == 80
+
+
+@pytest.mark.parametrize("num_splits", [2**31 - 1, 2**32, 2**70])
+def test_more_splits_than_32_bits_count_are_no_limit(num_splits: int, kernels: DecodeKernels) -> None:
+    """A kernel adds the key blocks of a sequence to them."""
+    case = CacheCase(page_size=8, queries=(1, 1, 1))
+    call = case.build(torch.bfloat16)
+    sizes = 3, 1, 24, *case.heads, case.head_dims[0], call["cache_seqlens"]
+    schedule = get_scheduler_metadata(*sizes, headdim_v=case.head_dims[1], page_size=8, num_splits=num_splits)
+    for given in ({"num_splits": num_splits}, {"scheduler_metadata": schedule}):
+        flash_attn_with_kvcache(**call, **given)
+        assert SMS < kernels.calls[-1]["max_splits"] <= 2**24
 
 
 class Kept:

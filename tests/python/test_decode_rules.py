@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.problem import MAX_SEQLEN
 from hopper.decode.config import PAIRED_TILE_M, DecodeConfig, takes_clusters, validate_decode_config
 from hopper.decode.schedule import Pieces, heads_together
 from hopper_attention import decode_rules, driver, explain_kvcache
@@ -255,6 +256,13 @@ def test_without_an_answer_there_are_no_clusters(
 
     monkeypatch.setattr(driver, "_most_clusters", ask)
     assert driver.most_clusters(0, 2) == 0
+
+
+def test_a_cache_of_more_keys_than_32_bits_count_is_not_for_kernels_that_count_them() -> None:
+    call = call_of(PAGES)
+    for capacity, reason in ((MAX_SEQLEN, ""), (2**31, "room for 2147483648 keys"), (2**32, "room for")):
+        found = why_not_decode(replace(call, shape=replace(call.shape, capacity=capacity)), H200, "hopper")
+        assert reason in found and bool(found) == bool(reason)
 
 
 SERVED: dict[str, tuple[CacheCase, dict[str, Any]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -377,18 +378,32 @@ def test_problems_that_the_kernel_does_not_do_are_emulated() -> None:
         ),
         (replace(parts, dtype=torch.float32), "not torch.float32", False),
         (odd_blocks, "block_k is 48, allowed at head_dim 64: multiples of", True),
-        (quantize_qkv(*qkv(seqlen_k=0)), "the problem is empty", True),
     ):
         choice = choose(other)
-        has_work = other.k.data.numel() > 0
-        assert choice.backend == "reference" and reason in choice.reason
-        assert bool(choice.advice) == has_work
-        assert ("backend='ampere'" in choice.advice) == (has_work and dequantizable)
+        assert choice.backend == "reference" and reason in choice.reason and choice.advice
+        assert ("backend='ampere'" in choice.advice) == dequantizable
         allowed = "'ampere', " if dequantizable else ""
         with pytest.raises(ValueError, match=f"allowed here: {allowed}'reference' or None"):
             choose(other, backend="hopper")
     older = choose(parts, Target("fake T4", (7, 5), assume_installed=True))
     assert older.backend == "reference" and "7.5" in older.reason
+
+
+@pytest.mark.parametrize("backend", [None, "hopper", "reference"])
+@pytest.mark.parametrize("sizes", [(2, 5, 0, 4), (2, 0, 5, 4), (0, 5, 5, 4), (2, 5, 5, 0)], ids=str)
+def test_a_problem_without_a_score_is_served_as_one_of_16_bits(
+    sizes: tuple[int, ...], backend: str | None, hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]
+) -> None:
+    batch, seqlen_q, seqlen_k, heads = sizes
+    shapes = (batch, seqlen_q, heads, 64), (batch, seqlen_k, 2, 64), (batch, seqlen_k, 2, 64)
+    given = [torch.zeros(shape).to(torch.bfloat16) for shape in shapes]
+    for out, lse in (
+        flash_attn_func(*(x.to(torch.float8_e4m3fn) for x in given), return_attn_probs=True, backend=backend),
+        flash_attn_fp8_func(*given, return_attn_probs=True, backend=backend),
+    ):
+        assert out.shape == shapes[0] and out.dtype == torch.bfloat16 and not out.any()
+        assert lse.shape == (batch, heads, seqlen_q) and bool((lse == -math.inf).all())
+    assert not hopper[0].arguments
 
 
 @pytest.mark.parametrize("seqlen_k", [512, 2048, 16384])

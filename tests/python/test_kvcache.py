@@ -132,6 +132,17 @@ def test_what_is_done_to_scores(name: str) -> None:
     check(replace(NEW, leftpad=(4, 0, 7), packed_q=True, queries=(5, 1, 2), options=SCORES[name]))
 
 
+def test_a_side_of_a_window_that_is_a_tensor_is_read_in_every_call() -> None:
+    call = CacheCase(page_size=3).build(torch.bfloat16)
+    left = torch.tensor(6)
+    for side in (6, 1):
+        left.fill_(side)
+        for one, other in zip(
+            run(call, window_size=(left, 0)), run(call, window_size=(side, 0)), strict=True
+        ):
+            assert torch.equal(one, other)
+
+
 def test_a_cache_without_lengths_is_full() -> None:
     case = CacheCase(lengths=(8, 8, 8), capacity=8, leftpad=(3, 0, 8))
     call = case.build(torch.float16)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -310,6 +311,14 @@ def test_hints_of_a_schedule_reach_the_kernel(seen: Seen, reads: list[int]) -> N
     # A schedule without hints leaves them to the call.
     flash_attn_with_kvcache(**layer(scheduler_metadata=schedule_for_layers(), num_splits=5))
     assert seen[-1][11] == 5
+
+
+def test_a_default_of_numpy_leaves_a_hint_to_the_schedule(seen: Seen) -> None:
+    schedule = schedule_for_layers(num_splits=3)
+    flash_attn_with_kvcache(**layer(scheduler_metadata=schedule, num_splits=np.int64(0)))
+    assert seen[-1][11] == 3
+    with pytest.raises(TypeError, match="num_splits is a bool"):
+        flash_attn_with_kvcache(**layer(scheduler_metadata=schedule_for_layers(), num_splits=False))
 
 
 def test_layers_with_other_options_take_turns(seen: Seen, reads: list[int]) -> None:

@@ -10,7 +10,7 @@ import torch
 from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper.quantize.config import E4M3_MAX, MIN_SCALE, hadamard_blocks
-from hopper_attention import device_memory
+from hopper_attention import device_memory, flash_attn_fp8_func
 from hopper_attention.problem import length_bounds
 from hopper_attention.quantization import (
     Fp8Quantization,
@@ -47,6 +47,21 @@ def test_e4m3_rounds_to_nearest_even_and_saturates():
     expected = [448.0, 448.0, 448.0, -448.0, 16.0, 20.0, 0.0, 2.0**-8, 0.0]
     assert to_e4m3(torch.tensor(values)).float().tolist() == expected
     assert torch.isnan(to_e4m3(torch.tensor([math.nan, math.inf, -math.inf])).float()).all()
+
+
+@pytest.mark.parametrize("rows", [2**31, 2**40, 2**62])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_block_may_be_longer_than_memory(rows, is_packed):
+    q = torch.randn(1, 70, 2, 32).half()
+    lengths = {}
+    if is_packed:
+        starts = torch.tensor([0, 30, 70], dtype=torch.int32)
+        q, lengths = q[0], {f"cu_seqlens_{x}": starts for x in "qk"} | {f"max_seqlen_{x}": 40 for x in "qk"}
+    out, expected = (
+        flash_attn_fp8_func(q, q, q, quantization=Fp8Quantization(block_q=n, block_k=n), **lengths)
+        for n in (rows, 70)
+    )
+    assert torch.equal(out, expected)
 
 
 def half_ulp(data):

@@ -5,6 +5,7 @@ In two steps as in :mod:`hopper_attention.launch.forward`: by sizes and strides,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -68,6 +69,23 @@ class EmulationLaunch:
             window=window,
         )
         return restore_values(out, parts, self.causal, window).to(parts.dtype), lse
+
+
+@dataclass(frozen=True)
+class NoScoresLaunch:
+    """For problems without a score: seqlen_k is 0, or the output is empty. Nothing is launched."""
+
+    result: ResultSpec
+
+    def __call__(
+        self,
+        parts: QuantizedQKV,
+        softmax_scale: float,
+        wants_lse: bool,
+        window: Sides = FULL_SIDES,
+    ) -> tuple[Tensor, Tensor]:
+        q = parts.q.data
+        return self.result.empty_out(q).zero_(), self.result.empty_lse(q).fill_(-math.inf)
 
 
 @dataclass(frozen=True)
@@ -217,7 +235,7 @@ def vectors_of(mean: Tensor) -> Tensor:
     return mean if mean.is_contiguous() and mean.data_ptr() % TMA_BYTES == 0 else contiguous_copy(mean)
 
 
-Fp8Launch = EmulationLaunch | DequantizedLaunch | Fp8HopperLauncher
+Fp8Launch = EmulationLaunch | NoScoresLaunch | DequantizedLaunch | Fp8HopperLauncher
 
 HOW = {
     "ampere": "FP8 attention in 16 bits",
@@ -410,6 +428,8 @@ def find_fp8_launch(
         return EmulationLaunch(p.causal)
     if choice.backend == "ampere":
         return DequantizedLaunch(p.causal, choice.backend, sm_margin)
+    if kind.is_empty:
+        return NoScoresLaunch(ResultSpec(p.out_dtype, kind.head_dim_v))
     check_size(find_config(kind), p.q_shape, p.k_shape)
     q = TensorSpec(p.q_shape, q_strides, FP8_DTYPE, device)
     k = TensorSpec(p.k_shape, k_strides, FP8_DTYPE, device)
