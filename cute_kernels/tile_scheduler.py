@@ -2,8 +2,9 @@
 
 Tiles are numbered so that neighbours share K and V in L2. Without a causal mask all tiles cost the same and run
 m_block fastest. With one, tiles of the most keys come first (longest processing time first), in sections of so many
-heads that their K and V stay in L2 together. A CTA starts with the tile of its own number and then claims the next
-free one from a counter in global memory, so that a slow CTA simply gets fewer tiles.
+heads that their K and V stay in L2 together; the shortest tiles of all heads may come behind all sections. A CTA starts
+with the tile of its own number and then claims the next free one from a counter in global memory, so that a slow CTA
+simply gets fewer tiles.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from cute_kernels.invariant import LoopInvariant
 L2_BYTES_FOR_KV = 32 * 2**20
 """K and V of the heads that a causal grid works on together stay below this, unless one head alone does not (the L2
 of an H100 is 50 MB)."""
+
+SHORT_PART = 4
+"""Of a head's query tiles under a causal mask, one in so many is short enough for the end of a grid."""
 
 MAILBOX_STAGES = 2
 CLAIMED_TILES, FINISHED_CTAS = 0, 1
@@ -52,6 +56,26 @@ def heads_in_turn(most: Any, kv_heads: Any) -> Any:
     return ceil_div(kv_heads, ceil_div(kv_heads, limit))
 
 
+def short_m_blocks(bytes_per_key: Any, seqlens: tuple[Any, Any], kv_heads: Any, tile_m: int) -> Any:
+    """Query tiles of each head, from the first on, that a causal grid leaves for its end, where short tiles of all
+    heads fill up what the last section leaves: no more than L2 holds K and V for, of all heads.
+
+    ``seqlens`` are those of Q and K, ``kv_heads`` the key/value heads of all batches, tiles have ``tile_m`` queries.
+    """
+    seqlen_q, seqlen_k = seqlens
+    keys = L2_BYTES_FOR_KV // bytes_per_key // kv_heads
+    queries = maximum(keys - (seqlen_k - seqlen_q), 0)
+    return minimum(ceil_div(seqlen_q, tile_m) // SHORT_PART, queries // tile_m)
+
+
+class ShortTiles(NamedTuple):
+    """Tiles that come last, longest first: the first ``m_blocks`` of each of ``heads``, those of all batches, which is
+    something to divide by as in ``TileDivisors``."""
+
+    m_blocks: Any
+    heads: Any
+
+
 class TileDivisors(NamedTuple):
     """What the numbers of tiles are divided by, each as something that makes its division cheap: a division by a plain
     number takes some hundred cycles, and those of a tile wait for each other.
@@ -71,7 +95,8 @@ class TileDivisors(NamedTuple):
 class TileOrder:
     """Bijection from tile number to (m_block, head, batch); plain integer arithmetic, traced or not.
 
-    ``divisors`` is empty, or has the ``TileDivisors`` of ``make_divisors``.
+    ``divisors`` is empty, or has the ``TileDivisors`` of ``make_divisors``. ``short_tiles`` is empty, or with both
+    ``divisors`` and ``longest_first`` has tiles that come behind all sections, which are without them then.
     """
 
     num_m_blocks: Any
@@ -80,16 +105,24 @@ class TileOrder:
     heads_per_section: Any
     longest_first: bool
     divisors: tuple[TileDivisors, ...] = ()
+    short_tiles: tuple[ShortTiles, ...] = ()
 
     @property
     def num_tiles(self) -> Any:
         return self.num_m_blocks * self.num_heads * self.num_batches
 
+    @property
+    def _section_m_blocks(self) -> Any:
+        """Query tiles of each head in its section."""
+        for short in self.short_tiles:
+            return self.num_m_blocks - short.m_blocks
+        return self.num_m_blocks
+
     def numbers_to_divide_by(self, group: Any) -> TileDivisors:
         """As plain numbers; ``group`` heads share K and V."""
         heads = self.num_heads * self.num_batches
         last = heads - (ceil_div(heads, self.heads_per_section) - 1) * self.heads_per_section
-        tiles = self.num_m_blocks * (self.heads_per_section if self.longest_first else 1)
+        tiles = self._section_m_blocks * (self.heads_per_section if self.longest_first else 1)
         return TileDivisors(tiles, self.heads_per_section, last, self.num_heads, group)
 
     def make_divisors(self, group: Any) -> TileDivisors:
@@ -125,8 +158,20 @@ class TileOrder:
             )
             step, head = (x + (last - x) * is_last for x, last in zip(of_any, of_last, strict=True))
             m_block, head_batch = self.num_m_blocks - 1 - step, first_head + head
+        m_block, head_batch = self._unless_short(tile, m_block, head_batch)
         batch, head = divide_with_rest(head_batch, divisors.heads)
         return m_block, head, batch
+
+    def _unless_short(self, tile: Any, m_block: Any, head_batch: Any) -> tuple[Any, Any]:
+        """These, or those of one of the tiles that come last."""
+        for short in self.short_tiles:
+            number = tile - self._section_m_blocks * self.num_heads * self.num_batches
+            # 1 where it is one of them; as arithmetic, so that there is no branch.
+            is_short = minimum(maximum(number + 1, 0), 1)
+            step, head = divide_with_rest(maximum(number, 0), short.heads)
+            m_block += (short.m_blocks - 1 - step - m_block) * is_short
+            head_batch += (head - head_batch) * is_short
+        return m_block, head_batch
 
 
 @dataclass(frozen=True)

@@ -316,6 +316,11 @@ class ForwardConfig:
         return self.element_bytes == 2
 
     @property
+    def ends_with_short_tiles(self) -> bool:
+        """Whether the short tiles of all heads come last, behind all sections of a causal grid."""
+        return self.causal and self.is_plain and self.element_bytes == 2 and self.head_dim == MAX_HEAD_DIM
+
+    @property
     def finalizes_early(self) -> bool:
         """Whether the factors of a tile's O are found under its last P V."""
         return False

@@ -10,7 +10,13 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileDivisors, TileOrder, heads_per_section
+from cute_kernels.tile_scheduler import (
+    ShortTiles,
+    TileDivisors,
+    TileOrder,
+    heads_per_section,
+    short_m_blocks,
+)
 from hopper.config import ForwardConfig
 from hopper.forward.store import DenseTmaStore, PackedTmaStore
 from hopper.tiles import ragged_view
@@ -51,12 +57,19 @@ class DenseBatch(LoopInvariant):
 
     def divisors(
         self, mQ: cute.Tensor, mK: cute.Tensor, heads_per_section: Int32
-    ) -> tuple[TileDivisors, ...]:
-        """Of ``order``, for the views of Q and K; none where scales of e4m3 leave no registers for them."""
+    ) -> tuple[TileDivisors | ShortTiles, ...]:
+        """Of ``order``, for the views of Q and K, and its ``ShortTiles`` if it has them; none where scales of e4m3
+        leave no registers for them."""
         if not self.config.has_divisors:
             return ()
-        order = self._order(mQ.shape[0], mQ.shape[2], mQ.shape[3], heads_per_section)
-        return (order.make_divisors(mQ.shape[2] // mK.shape[2]),)
+        sizes = mQ.shape[0], mQ.shape[2], mQ.shape[3]
+        group = mQ.shape[2] // mK.shape[2]
+        if not self.config.ends_with_short_tiles:
+            return (self._order(*sizes, heads_per_section).make_divisors(group),)
+        seqlens, kv_heads = (mQ.shape[0], mK.shape[0]), mK.shape[2] * mK.shape[3]
+        m_blocks = short_m_blocks(self._bytes_per_key, seqlens, kv_heads, self.config.tile_m)
+        short = ShortTiles(m_blocks, cute.FastDivmodDivisorV2(Int32(mQ.shape[2] * mQ.shape[3])))
+        return self._order(*sizes, heads_per_section, (), (short,)).make_divisors(group), short
 
     def order(
         self,
@@ -68,7 +81,7 @@ class DenseBatch(LoopInvariant):
     ) -> TileOrder:
         """For the views of the kernel."""
         num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
-        return self._order(lengths[0], num_heads, num_batches, heads_per_section, divisors)
+        return self._order(lengths[0], num_heads, num_batches, heads_per_section, divisors[:1], divisors[1:])
 
     def _order(
         self,
@@ -76,7 +89,8 @@ class DenseBatch(LoopInvariant):
         num_heads: Int32,
         num_batches: Int32,
         heads_per_section: Int32,
-        divisors: tuple = (),
+        divisors: tuple[TileDivisors, ...] = (),
+        short_tiles: tuple[ShortTiles, ...] = (),
     ) -> TileOrder:
         return TileOrder(
             cute.ceil_div(seqlen_q, self.config.tile_m),
@@ -85,6 +99,7 @@ class DenseBatch(LoopInvariant):
             heads_per_section,
             longest_first=self._longest_first,
             divisors=divisors,
+            short_tiles=short_tiles,
         )
 
     def seqlens(self, lengths: tuple) -> DenseSeqlens:

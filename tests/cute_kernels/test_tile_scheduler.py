@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, heads_in_turn, heads_per_section
+from cute_kernels.tile_scheduler import (
+    ShortTiles,
+    TailedTileOrder,
+    TileOrder,
+    heads_in_turn,
+    heads_per_section,
+    short_m_blocks,
+)
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
@@ -84,6 +91,60 @@ def test_a_few_keys_more_leave_no_long_tiles_for_the_end(seqlen, heads, head_dim
     for length in lengths:
         heapq.heappush(ctas, heapq.heappop(ctas) + length)
     assert max(ctas) < 1.03 * sum(lengths) / 132
+
+
+@pytest.mark.parametrize("m_blocks", [0, 1, 3])
+@pytest.mark.parametrize("per_section", [1, 4, 12])
+def test_short_tiles_come_behind_all_sections(m_blocks, per_section):
+    order = TileOrder(5, 6, 2, per_section, longest_first=True, short_tiles=(ShortTiles(m_blocks, 12),))
+    order = replace(order, divisors=(order.numbers_to_divide_by(group=1),))
+    visited = [order.coordinates(tile) for tile in range(order.num_tiles)]
+    assert sorted(visited) == sorted(itertools.product(range(5), range(6), range(2)))
+    long, short = visited[: 12 * (5 - m_blocks)], visited[12 * (5 - m_blocks) :]
+    assert all(m >= m_blocks for m, _, _ in long) and all(m < m_blocks for m, _, _ in short)
+    assert [m for m, _, _ in short] == sorted((m for m, _, _ in short), reverse=True)
+    plain = TileOrder(5, 6, 2, per_section, longest_first=True)
+    all_tiles = [plain.coordinates(tile) for tile in range(plain.num_tiles)]
+    assert long == [place for place in all_tiles if place[0] >= m_blocks]
+
+
+@pytest.mark.parametrize(
+    "bytes_per_key,seqlens,kv_heads,expected",
+    [
+        (1024, (16384, 16384), 8, 32),
+        (1024, (4096, 4096), 32, 8),
+        (1024, (12000, 12000), 16, 16),
+        (1024, (300, 300), 8, 0),
+        (1024, (4096, 8192), 8, 0),
+        (1024, (4096, 6000), 8, 8),
+        (1024, (4096, 2048), 8, 8),
+        (1024, (2**20, 2**20), 64, 4),
+        (1024, (512, 512), 2**20, 0),
+    ],
+)
+def test_short_tiles_of_all_heads_share_the_l2(bytes_per_key, seqlens, kv_heads, expected):
+    assert short_m_blocks(bytes_per_key, seqlens, kv_heads, 128) == expected
+
+
+@pytest.mark.parametrize(
+    "seqlen,heads,most", [(5000, 16, 1.04), (6147, 24, 1.01), (12000, 16, 1.01), (20000, 8, 1.01)]
+)
+def test_short_tiles_at_the_end_leave_ctas_less_to_wait_for(seqlen, heads, most):
+    """Time of the CTA that ends last over that of all on average, on 132 SMs, at head_dim 256: with short tiles at the
+    end, and without. A tile takes as long as its blocks of 80 keys, and 1.6 of them for its begin and its end."""
+    num_m_blocks, per_section = -(-seqlen // 128), heads_per_section(1024, seqlen, heads)
+    ends = []
+    for m_blocks in (short_m_blocks(1024, (seqlen, seqlen), heads, 128), 0):
+        order = TileOrder(num_m_blocks, heads, 1, per_section, True, (), (ShortTiles(m_blocks, heads),))
+        order = replace(order, divisors=(order.numbers_to_divide_by(group=1),))
+        lengths = [
+            -(-128 * (m + 1) // 80) + 1.6 for m, _, _ in map(order.coordinates, range(order.num_tiles))
+        ]
+        ctas = [0.0] * 132
+        for length in lengths:
+            heapq.heapreplace(ctas, ctas[0] + length)
+        ends.append(max(ctas) / (sum(lengths) / 132))
+    assert ends[0] < most < ends[1]
 
 
 @pytest.mark.parametrize("tail_heads,full_blocks", [(0, 0), (1, 0), (5, 0), (12, 3), (4, 2), (3, 5)])

@@ -352,13 +352,19 @@ def _forward_arguments(
 def _finish_forward(
     config: ForwardConfig, arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: float
 ) -> None:
-    """The heads are in sections that are all alike but the last, which has one head, where there are several."""
+    """The heads are in sections that are all alike but the last, which has one head, where there are several. Of
+    several tiles of a head that may come behind all sections, one does."""
     (batch, seqlen_q, heads, _), group = q.shape, q.shape[2] // k.shape[2]
     per_section = max(heads * batch - 1, 1)
     arguments.add(softmax_scale * LOG2_E, seqlen_q, k.shape[1], group, per_section)
     if config.has_divisors:
-        tiles = -(-seqlen_q // config.tile_m) * (per_section if config.causal else 1)
+        m_blocks = -(-seqlen_q // config.tile_m)
+        short = min(m_blocks - 1, 1) if config.ends_with_short_tiles else 0
+        tiles = (m_blocks - short) * (per_section if config.causal else 1)
         arguments.divisors(tiles, per_section, 1, heads, group)
+        if config.ends_with_short_tiles:
+            arguments.add(short)
+            arguments.divisors(heads * batch)
 
 
 def backward_on_numpy(

@@ -186,6 +186,15 @@ def test_plain_output_of_128_columns_leaves_from_registers_where_it_has_no_place
     assert all(config.o_shares_q and not config.o_from_registers for config in others)
 
 
+def test_short_tiles_come_last_where_that_was_measured():
+    causal, full = (select_forward_config("bfloat16", 256, 256, causal, 4096) for causal in (True, False))
+    assert causal.ends_with_short_tiles and causal.has_divisors and not full.ends_with_short_tiles
+    others = [replace(causal, **{field: True}) for field in ("window", "sinks", "softcap")]
+    others.append(replace(causal, layout="varlen"))
+    others.append(select_forward_config("bfloat16", 128, 128, True, 4096))
+    assert not any(config.ends_with_short_tiles for config in others)
+
+
 def test_a_warpgroup_without_a_query_leaves_plain_blocks_of_176_keys_out():
     config = select_plain_config("bfloat16", 128, 128, False, 1281)
     assert config.walks_apart and config.o_from_registers and config.first_widths == base().first_widths

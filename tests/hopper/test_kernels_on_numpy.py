@@ -119,7 +119,7 @@ def test_keys_and_values_may_be_views_of_one_tensor() -> None:
 
 @pytest.mark.parametrize("causal,seqlens", [(False, (260, 170)), (True, (300, 430)), (True, (130, 70))])
 def test_output_from_registers_of_several_tiles(causal: bool, seqlens: tuple[int, int]) -> None:
-    """O of 16 bits at head_dim 256, whose rows end within a tile."""
+    """O of 16 bits at head_dim 256, whose rows end within a tile. Under a mask the first of each head comes last."""
     config = select_forward_config("bfloat16", 256, 256, causal, 16384)
     assert config.o_from_registers and not config.o_shares_v and not config.o_shares_q
     check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 256), ctas=2)
