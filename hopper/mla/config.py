@@ -28,8 +28,11 @@ CLUSTER = 2
 SHORT_ROWS = WARPGROUP_ROWS // 2
 """Rows of the smaller tile."""
 
-REGISTERS = Registers(consumer=232, producer=40)
-"""Of a thread, by role."""
+REGISTERS = Registers(consumer=240, producer=40)
+"""Of a thread, by role; the consumer is that of the scores."""
+
+VALUES_REGISTERS = 224
+"""Of the other consumer, which has no scores."""
 
 ROW_FACTOR_BYTES = WARPGROUP_ROWS * 4
 """Shared memory for a float32 a row, with which one warpgroup tells the other how to scale O."""
@@ -150,6 +153,12 @@ def cluster_of(rows: int) -> int:
     return CLUSTER if rows > WARPGROUP_ROWS else 1
 
 
+def holds_values(columns: int, rows: int) -> bool:
+    """Whether P V of the second half waits for the scores of the next block, with so many columns of V and rows that
+    share a K/V head: from 33 rows on. Fewer columns with one CTA were not timed, and do without."""
+    return cluster_of(rows) > 1 or (rows > SHORT_ROWS and columns == max(STAGES))
+
+
 def box_rows_for(page_size: int, pages: int, rows: int) -> int | None:
     """The most rows that a box can have, for ``pages`` of ``page_size`` keys a sequence and so many query rows; None
     if there is no box."""
@@ -180,7 +189,7 @@ def select_mla_config(
         stages=STAGES[columns],
         cta_rows=cta_rows,
         cluster=cluster_of(rows),
-        holds_values=cluster_of(rows) > 1,
+        holds_values=holds_values(columns, rows),
         **others,
     )
     validate_mla_config(config)

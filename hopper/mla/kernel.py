@@ -23,7 +23,7 @@ from hopper.decode.results import PartialResults
 from hopper.decode.rows import TileRows
 from hopper.decode.softmax import RowSoftmax
 from hopper.mla.combine import COMBINING_CTAS, MlaCombine
-from hopper.mla.config import CONSUMERS, REGISTERS, MlaConfig, validate_mla_config
+from hopper.mla.config import CONSUMERS, REGISTERS, VALUES_REGISTERS, MlaConfig, validate_mla_config
 from hopper.mla.producer import MlaProducer
 from hopper.mla.queries import Queries, chunks_of
 from hopper.mla.results import CtaRows, MlaResults
@@ -46,7 +46,7 @@ class MlaKernel:
     | role | warps | registers a thread | does |
     |---|---|---|---|
     | scores | 0 to 3 | `REGISTERS.consumer` | Q, QV to shared memory, S, softmax, P V in half of the columns |
-    | values | 4 to 7 | `REGISTERS.consumer` | P V in the second half |
+    | values | 4 to 7 | `VALUES_REGISTERS` | P V in the second half |
     | producer | 8 (9 to 11 idle) | `REGISTERS.producer` | TMA loads of K and of V |
 
     | pipeline | stages | bytes of a full stage | warps of each CTA of the cluster that empty it |
@@ -179,7 +179,6 @@ class MlaKernel:
                 # Beside who still asks for keys, what puts parts together would be in the way.
                 cute.arch.griddepcontrol_launch_dependents()
         else:
-            cute.arch.setmaxregister_increase(REGISTERS.consumer)
             warp_in_group = warp % WARPS_PER_WARPGROUP
             sP = storage.p.get_tensor(self._p_layout().outer, swizzle=self._p_layout().inner)[None, None, 0]
             exchanged = WideSmem(sP, storage.factors.get_tensor(cute.make_layout(WARPGROUP_ROWS)))
@@ -188,6 +187,7 @@ class MlaKernel:
             results = MlaResults(c, outputs.o, outputs.lse, outputs.sinks, parts, work.cta)
             place = warp_in_group, lane, rank * WARPGROUP_ROWS
             if warp < WARPS_PER_WARPGROUP:
+                cute.arch.setmaxregister_increase(REGISTERS.consumer)
                 softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
                 softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
                 consumer = MlaScores(c, tiled_mmas(c, self.dtype), smem, pipes, exchange, softmax)
@@ -195,6 +195,7 @@ class MlaKernel:
                 loads = Queries(c, queries, targets, place[2], warp_in_group * cute.arch.WARP_SIZE + lane)
                 self._score(work, consumer, results, loads, softcaps, place)
             else:
+                cute.arch.setmaxregister_increase(VALUES_REGISTERS)
                 mma = values_mma(c, self.dtype, warpgroup.OperandSource.SMEM)
                 values_consumer = ValuesConsumer(c, mma, smem.v, exchanged, pipes, exchange)
                 self._sum_values(work, values_consumer, results, place)

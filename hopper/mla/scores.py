@@ -16,9 +16,10 @@ from hopper.decode.masks import RowMask
 from hopper.decode.operands import clear_rows
 from hopper.forward.operands import Mmas
 from hopper.mla.config import MlaConfig
+from hopper.wgmma import issue_gemm
 from hopper.wide.exchange import WideBarrier, arrive
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, WideTensors
-from hopper.wide.scores import ScoresConsumer
+from hopper.wide.scores import LAST_STEPS, ScoresConsumer, add_steps
 
 
 @dataclass(frozen=True)
@@ -82,29 +83,52 @@ class MlaScores(ScoresConsumer):
     def _next_block(
         self, scores: PartScores, n_block: Int32, state: PipelineState, is_masked: cutlass.Constexpr[bool]
     ) -> PipelineState:
-        """As that of ``ScoresConsumer``. Without ``holds_values`` memory is the limit: V is given back before anything
-        of the next block is waited for."""
+        """As that of ``ScoresConsumer``. With ``holds_values`` the tensor cores are the limit: S of K and of the first
+        half of V is behind P V at once, and V is given back when that is issued, which takes as long as most of it
+        runs. Without, memory is the limit: V is given back before anything of the next block is waited for."""
         next_state = state.clone()
         next_state.advance()
         acc_S = self._make_acc_S()
         self._start_product(state)
         self._hand_over()
         if const_expr(self.config.holds_values):
-            self._start_scores(acc_S, next_state)
+            self._start_first_half(acc_S, next_state)
             warpgroup.wait_group(1)
-        else:
-            warpgroup.wait_group(0)
-        self.pipes.v[FIRST_HALF].consumer_release(state)
-        if const_expr(not self.config.holds_values):
-            self._start_scores(acc_S, next_state)
-        self._continue_scores(acc_S, next_state)
-        if const_expr(self.config.holds_values):
+            self.pipes.v[FIRST_HALF].consumer_release(state)
+            self._add_second_half(acc_S, next_state)
             warpgroup.wait_group(1)
             arrive(WideBarrier.SCORED)
+        else:
+            warpgroup.wait_group(0)
+            self.pipes.v[FIRST_HALF].consumer_release(state)
+            self._start_scores(acc_S, next_state)
+            self._continue_scores(acc_S, next_state)
         warpgroup.wait_group(0)
         self._release_scores(next_state)
         self._make_p(scores, acc_S, n_block, is_masked, False)
         return next_state
+
+    @cute.jit
+    def _start_first_half(self, acc_S: cute.Tensor, state: PipelineState):
+        """Start Q K^T and QV V^T of the first half of the columns, as one group of WGMMAs."""
+        qk = self.mmas.qk
+        self.pipes.k.consumer_wait(state)
+        tSrQ, tSrK = self.tSrQ[None, None, None, 0], self.tSrK[None, None, None, state.index]
+        issue_gemm(qk, acc_S, tSrQ, tSrK, False, closes=False)
+        self.pipes.v[FIRST_HALF].consumer_wait(state)
+        tSrQV = self.tSrQV[0][None, None, None, FIRST_HALF]
+        issue_gemm(qk, acc_S, tSrQV, self.tSrV[None, None, None, state.index], True)
+
+    @cute.jit
+    def _add_second_half(self, acc_S: cute.Tensor, state: PipelineState):
+        """Add that of the second half, as two groups, for the reason that ``_continue_scores`` has."""
+        qk, stages = self.mmas.qk, self.config.stages
+        self.pipes.v[SECOND_HALF].consumer_wait(state)
+        tSrQV = self.tSrQV[0][None, None, None, SECOND_HALF]
+        tSrV = self.tSrV[None, None, None, SECOND_HALF * stages + state.index]
+        end = cute.size(tSrQV.shape[2])
+        add_steps(qk, acc_S, tSrQV, tSrV, 0, end - LAST_STEPS)
+        add_steps(qk, acc_S, tSrQV, tSrV, end - LAST_STEPS, end)
 
     @cute.jit
     def _make_p(

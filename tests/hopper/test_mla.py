@@ -12,7 +12,15 @@ from torch import Tensor
 
 from hopper.config import SMEM_BYTES
 from hopper.inspection import ResourceUsage
-from hopper.mla.config import REGISTERS, MlaConfig, box_rows_for, select_mla_config, validate_mla_config
+from hopper.mla.config import (
+    REGISTERS,
+    VALUES_REGISTERS,
+    MlaConfig,
+    box_rows_for,
+    holds_values,
+    select_mla_config,
+    validate_mla_config,
+)
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive
 from tests.compile_pool import usage_of_each
@@ -69,7 +77,7 @@ def test_kernels_compile_without_spills(config: MlaConfig, usages: dict[Any, Res
     usage = usages[config]
     assert usage.local_bytes == 0
     assert usage.registers * config.threads <= 65536
-    assert 2 * REGISTERS.consumer + REGISTERS.producer <= 3 * usage.registers
+    assert REGISTERS.consumer + VALUES_REGISTERS + REGISTERS.producer <= 3 * usage.registers
     assert usage.shared_bytes <= SMEM_BYTES
 
 
@@ -96,6 +104,16 @@ def test_rows_of_a_box(page_size: int, pages: int, rows: int, box_rows: int | No
     assert box_rows_for(page_size, pages, rows) == box_rows
     config = select_mla_config("bfloat16", 512, True, page_size, pages, rows)
     assert (config is None) == (box_rows is None)
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "held"),
+    [(512, 32, False), (512, 33, True), (512, 65, True), (256, 64, False), (256, 65, True)],
+)
+def test_values_are_held_back_by_rows(columns: int, rows: int, held: bool) -> None:
+    assert holds_values(columns, rows) == held
+    config = select_mla_config("bfloat16", columns, True, 64, 8, rows)
+    assert config is not None and config.holds_values == held
 
 
 @pytest.mark.parametrize(
