@@ -317,8 +317,10 @@ class ForwardConfig:
 
     @property
     def ends_with_short_tiles(self) -> bool:
-        """Whether the short tiles of all heads come last, behind all sections of a causal grid."""
-        return self.causal and self.is_plain and self.element_bytes == 2 and self.head_dim == MAX_HEAD_DIM
+        """Whether the short tiles of all heads come last, behind all sections of a causal grid. Blocks of few keys
+        serve short sequences, where nothing is gained."""
+        is_long = self.head_dim == MAX_HEAD_DIM and self.tile_n > WARPGROUP_ROWS
+        return self.causal and self.is_plain and self.element_bytes == 2 and is_long
 
     @property
     def finalizes_early(self) -> bool:

@@ -191,7 +191,9 @@ def test_short_tiles_come_last_where_that_was_measured():
     assert causal.ends_with_short_tiles and causal.has_divisors and not full.ends_with_short_tiles
     others = [replace(causal, **{field: True}) for field in ("window", "sinks", "softcap")]
     others.append(replace(causal, layout="varlen"))
-    others.append(select_forward_config("bfloat16", 128, 128, True, 4096))
+    others += [
+        select_forward_config("bfloat16", *size) for size in ((128, 128, True, 4096), (256, 256, True, 1024))
+    ]
     assert not any(config.ends_with_short_tiles for config in others)
 
 
