@@ -9,7 +9,8 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dropout import Dropout
@@ -44,6 +45,7 @@ from hopper.forward.operands import Mmas, PerOperand, Work
 from hopper.forward.paged import PagedTma, Pages
 from hopper.forward.precision import SixteenBits
 from hopper.forward.producer import Producer
+from hopper.forward.queries import KeptQueries, SharedQueries
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
 from hopper.wgmma import keep_descriptor
 
@@ -354,13 +356,11 @@ class ForwardKernel:
         lane = cute.arch.lane_idx()
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
         mmas = self._tiled_mmas()
-        # A and B of Q K^T are descriptors of shared memory, which are alike in all threads of a warpgroup.
+        # Operands in shared memory are descriptors, which are alike in all threads of a warpgroup.
         thr_qk = mmas.qk.get_slice(0)
-        tSrQ = mmas.qk.make_fragment_A(thr_qk.partition_A(operands.q.smem[None, None, wg]))
         tSrK = mmas.qk.make_fragment_B(thr_qk.partition_B(operands.k.smem))
-        # Consumers whose producers transpose V have fewer registers.
-        keeps_q = self.parts.kv_source.row_stages == 0
-        fragments = (keep_descriptor(tSrQ) if keeps_q else tSrQ, keep_descriptor(tSrK))
+        queries = self._queries(mmas, operands.q.smem[None, None, wg], warp_in_group, lane)
+        fragments = queries, keep_descriptor(tSrK)
         precision = self.parts.precision
         output = precision.make_output(mmas, self._pv_mma, operands.v.smem, softmax)
         consumer = precision.consumer_type(c, mmas, fragments, pipes, softmax, output, loads, wg)
@@ -413,6 +413,15 @@ class ForwardKernel:
                 work.scheduler.finish()
         epilogue.drain()
 
+    def _queries(self, mmas: Mmas, sQ: cute.Tensor, warp_in_group: Int32, lane: Int32) -> SharedQueries:
+        """Operand A of Q K^T, of a warpgroup whose rows are ``sQ``."""
+        if self.config.keeps_q:
+            return KeptQueries(mmas.qk, sQ, warp_in_group * cute.arch.WARP_SIZE + lane)
+        tSrQ = mmas.qk.make_fragment_A(mmas.qk.get_slice(0).partition_A(sQ))
+        # Consumers whose producers transpose V have fewer registers.
+        has_registers = self.parts.kv_source.row_stages == 0
+        return SharedQueries(keep_descriptor(tSrQ) if has_registers else tSrQ)
+
     @property
     def _mailbox_words(self) -> int:
         return MAILBOX_STAGES * self.parts.kv_source.words_of_tile
@@ -464,7 +473,7 @@ class ForwardKernel:
         return SharedStorage
 
     def _tiled_mmas(self) -> Mmas:
-        """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
+        """S = Q K^T, Q from shared memory or registers, and O += P V with P in registers; each for one warpgroup."""
         c = self.config
         narrow = {keys: self._qk_mma(keys) for keys in c.first_widths}
         whole = (self._pv_mma(c.head_dim_v),) if c.columns_pv < c.head_dim_v else ()
@@ -480,6 +489,7 @@ class ForwardKernel:
             DSL_DTYPES[self.config.score_dtype],
             ONE_WARPGROUP,
             (WARPGROUP_ROWS, keys),
+            a_source=OperandSource.RMEM if self.config.keeps_q else OperandSource.SMEM,
         )
 
     def _pv_mma(self, columns: int) -> cute.TiledMma:
@@ -492,7 +502,7 @@ class ForwardKernel:
             Float32,
             ONE_WARPGROUP,
             (WARPGROUP_ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM,
+            a_source=OperandSource.RMEM,
         )
 
 
