@@ -190,6 +190,15 @@ class ForwardConfig:
         return self.o_from_registers and self.element_bytes == 2 and self.head_dim == MAX_HEAD_DIM
 
     @property
+    def keeps_q(self) -> bool:
+        """Whether a consumer has Q of a tile in registers, so that Q K^T reads K alone from shared memory: on pages at
+        head_dim 128 without turns, where blocks of 128 keys leave 32 registers a thread for it. With turns, and in
+        dense kernels, nothing is gained (`chunk_variants.json`)."""
+        is_bare = not (self.window or self.changes_scores) and self.element_bytes == 2
+        is_narrow = self.head_dim == self.head_dim_v == 128 and self.tile_n <= 128
+        return bool(self.page_box) and is_narrow and is_bare and self.walks_apart
+
+    @property
     def adds_row_bias_late(self) -> bool:
         """Whether a score gets only what its column adds of ALiBi. What is left, one number for a row of a block, is
         added to the row's maximum and subtracted from its exponents."""

@@ -18,21 +18,22 @@ from hopper.forward.consumer_loads import NoConsumerLoads
 from hopper.forward.ending import TileEnding
 from hopper.forward.operands import Mmas, Pipelines, consumer_slot, q_state
 from hopper.forward.output import Output
+from hopper.forward.queries import SharedQueries
 from hopper.wgmma import issue_gemm
 
 
 class Consumer(LoopInvariant):
     """The two GEMMs of a tile and the softmax between them, for the rows of one warpgroup.
 
-    Q and K are WGMMA operands in shared memory, K with a last mode over stages. P goes from the softmax to the second
-    GEMM in registers; O stays in registers until the epilogue, and ``output`` says how P V reaches it.
+    Q and K are operands of WGMMA, K in shared memory with a last mode over stages. P goes from the softmax to the
+    second GEMM in registers; O stays in registers until the epilogue, and ``output`` says how P V reaches it.
     """
 
     def __init__(
         self,
         config: ForwardConfig,
         mmas: Mmas,
-        operands: tuple[cute.Tensor, cute.Tensor],
+        operands: tuple[SharedQueries, cute.Tensor],
         pipes: Pipelines,
         softmax: OnlineSoftmax,
         output: Output,
@@ -41,7 +42,8 @@ class Consumer(LoopInvariant):
     ):
         self.config = config
         self.mmas = mmas
-        self.tSrQ, self.tSrK = operands
+        self.queries, self.tSrK = operands
+        self.tSrQ = self.queries.fragment
         self.pipes = pipes
         self.softmax = softmax
         self.output = output
@@ -75,6 +77,7 @@ class Consumer(LoopInvariant):
         self.loads.await_queries()
         self.pipes.q.consumer_wait(q_state(self.config, self.wg, q_phase))
         self._queries_have_come()
+        self.queries.read()
         self.output.clear()
         if const_expr(self.config.pipelined):
             kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_phase, ending)

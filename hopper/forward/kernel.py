@@ -9,7 +9,8 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.pipeline as pipeline
 from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.utils import hopper_helpers
 
 from cute_kernels.dropout import Dropout
@@ -47,6 +48,7 @@ from hopper.forward.paged import PagedTma, Pages
 from hopper.forward.places import TilePlace
 from hopper.forward.precision import SixteenBits
 from hopper.forward.producer import Producer
+from hopper.forward.queries import KeptQueries, SharedQueries
 from hopper.forward.shared_memory import smem_layouts, smem_tensors, storage_type, words_of_mailbox
 from hopper.forward.unscaled import NoCorrection
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand
@@ -372,7 +374,7 @@ class ForwardKernel:
         lane = cute.arch.lane_idx()
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
         softmax, loads, correction = parts.softmax, parts.loads, parts.correction
-        consumer = self._make_consumer(parts, wg)
+        consumer = self._make_consumer(parts, wg, (warp_in_group, lane))
         epilogue = self._make_epilogue(work, parts, results, (warp_in_group, lane))
         row_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_in_group, lane)
         col_in_block = first_column_of_thread(lane)
@@ -416,20 +418,27 @@ class ForwardKernel:
                 work.scheduler.finish()
         epilogue.drain()
 
-    def _make_consumer(self, parts: ConsumerParts, wg: Int32) -> Consumer:
-        """Its operands are views of shared memory, of which A and B of Q K^T are descriptors."""
+    def _make_consumer(self, parts: ConsumerParts, wg: Int32, thread: tuple[Int32, Int32]) -> Consumer:
+        """Operands in shared memory are descriptors."""
         precision, mmas = self.parts.precision, self._tiled_mmas()
         # A descriptor is alike in all threads of a warpgroup.
-        thr_qk = mmas.qk.get_slice(0)
-        tSrQ = mmas.qk.make_fragment_A(thr_qk.partition_A(parts.operands.q.smem[None, None, wg]))
-        tSrK = mmas.qk.make_fragment_B(thr_qk.partition_B(parts.operands.k.smem))
-        # Consumers whose producers transpose V have fewer registers.
-        keeps_q = self.parts.kv_source.row_stages == 0
-        fragments = (keep_descriptor(tSrQ) if keeps_q else tSrQ, keep_descriptor(tSrK))
+        tSrK = mmas.qk.make_fragment_B(mmas.qk.get_slice(0).partition_B(parts.operands.k.smem))
+        queries = self._queries(mmas, parts.operands.q.smem[None, None, wg], thread)
+        fragments = queries, keep_descriptor(tSrK)
         output = precision.make_output(mmas, self._pv_mma, parts.operands.v.smem, parts.softmax)
         return precision.consumer_type(
             self.config, mmas, fragments, parts.pipes, parts.softmax, output, parts.loads, wg
         )
+
+    def _queries(self, mmas: Mmas, sQ: cute.Tensor, thread: tuple[Int32, Int32]) -> SharedQueries:
+        """Operand A of Q K^T, of a warpgroup whose rows are ``sQ``; ``thread`` is the warp in it and the lane."""
+        warp_in_group, lane = thread
+        if self.config.keeps_q:
+            return KeptQueries(mmas.qk, sQ, warp_in_group * cute.arch.WARP_SIZE + lane)
+        tSrQ = mmas.qk.make_fragment_A(mmas.qk.get_slice(0).partition_A(sQ))
+        # Consumers whose producers transpose V have fewer registers.
+        has_registers = self.parts.kv_source.row_stages == 0
+        return SharedQueries(keep_descriptor(tSrQ) if has_registers else tSrQ)
 
     def _make_epilogue(
         self, work: Work, parts: ConsumerParts, results: tuple, thread: tuple[Int32, Int32]
@@ -461,7 +470,7 @@ class ForwardKernel:
         return None if self.config.ctas_per_sm == 1 else 100
 
     def _tiled_mmas(self) -> Mmas:
-        """S = Q K^T from shared memory, and O += P V with P in registers; each for one warpgroup."""
+        """S = Q K^T, Q from shared memory or registers, and O += P V with P in registers; each for one warpgroup."""
         c = self.config
         narrow = {keys: self._qk_mma(keys) for keys in c.first_widths}
         whole = (self._pv_mma(c.head_dim_v),) if c.columns_pv < c.head_dim_v else ()
@@ -477,6 +486,7 @@ class ForwardKernel:
             DSL_DTYPES[self.config.score_dtype],
             ONE_WARPGROUP,
             (WARPGROUP_ROWS, keys),
+            a_source=OperandSource.RMEM if self.config.keeps_q else OperandSource.SMEM,
         )
 
     def _pv_mma(self, columns: int) -> cute.TiledMma:
@@ -489,7 +499,7 @@ class ForwardKernel:
             Float32,
             ONE_WARPGROUP,
             (WARPGROUP_ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM,
+            a_source=OperandSource.RMEM,
         )
 
 

@@ -369,11 +369,16 @@ PAGED_REGISTERS = {(96, 96): TWO_CONSUMERS_OF_PAGES}
 """Of kernels on pages, by (head_dim, head_dim_v), where they are not those of the tiles."""
 
 
-PAGED_TILINGS: dict[tuple[int, int], dict[int, Tiling]] = {
-    (128, 128): {ONE_PAGE: tiling(128, 160, 2), 16: tiling(128, 128, 3)},
+_ONE_PAGE_TILING = tiling(128, 160, 2)
+
+PAGED_TILINGS: dict[tuple[int, int, bool], dict[int, Tiling]] = {
+    (128, 128, False): {ONE_PAGE: _ONE_PAGE_TILING, 16: tiling(128, 128, 3)},
+    (128, 128, True): {ONE_PAGE: _ONE_PAGE_TILING, 16: tiling(128, 128, 3, ping_pong=False)},
 }
-"""Tiles of kernels on pages by (head_dim, head_dim_v) and the rows of a page from which on they serve, where those of
-the table do not. 128 keys are whole boxes of wide pages, and a third stage gives boxes time to arrive."""
+"""Tiles of kernels on pages by (head_dim, head_dim_v, whether the mask is causal and there is no window) and the rows
+of a page from which on they serve, where those of the table do not. 128 keys are whole boxes of wide pages, and a third
+stage gives boxes time to arrive. Under a causal mask warpgroups walk apart, with Q in registers
+(`ForwardConfig.keeps_q`, `chunk_variants.json`)."""
 
 
 def select_paged_config(
@@ -383,13 +388,14 @@ def select_paged_config(
     of rows: one of PAGE_ROWS that divides the page size, ONE_PAGE or END_TO_END.
 
     Its tiles are those of ``PAGED_TILINGS``, or of the longest sequences: a cache has few queries for its keys, and the
-    walks are long. Two warpgroups take turns up to head_dim 128: walking apart has not been timed on pages.
+    walks are long. With those of ``TILINGS`` two warpgroups take turns up to head_dim 128: walking apart has not been
+    timed there.
     """
     key = (*cover_head_dims(head_dim, head_dim_v), causal)
-    of_pages = PAGED_TILINGS.get(key[:2], {})
-    chosen = next((tiles for rows, tiles in of_pages.items() if page_rows >= rows), TILINGS[key][-1])
-    config = _build(chosen, dtype, key)
-    if config.walks_apart and config.consumers == 2 and head_dim <= 128:
+    of_pages = PAGED_TILINGS.get((*key[:2], causal and not window), {})
+    own = [tiles for rows, tiles in of_pages.items() if page_rows >= rows]
+    config = _build((*own, TILINGS[key][-1])[0], dtype, key)
+    if not own and config.walks_apart and config.consumers == 2 and head_dim <= 128:
         config = replace(config, ping_pong=True)
     if key[:2] in PAGED_REGISTERS:
         config = replace(config, registers=PAGED_REGISTERS[key[:2]])

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from hopper.config import ForwardConfig, validate_forward_config
-from hopper.forward.tilings import ONE_PAGE, PAGE_ROWS, select_paged_config
+from hopper.forward.tilings import (
+    END_TO_END,
+    ONE_PAGE,
+    PAGE_ROWS,
+    select_forward_config,
+    select_paged_config,
+)
 from hopper.inspection import ResourceUsage
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive
@@ -107,6 +113,7 @@ CASES = {
         (80, 40), (290, 33), 64, causal=False, sides=(50, 20, 96), dtype=torch.float16
     ),
     "d128 in pages of 16, three heads a key": Case((66,), (370,), 16, (128, 128), heads=(3, 1)),
+    "d128 in pages of 128, Q in registers": Case((100, 7), (300, 129), 128, (128, 128), torch.float16),
     "d256, scores changed": Case(
         (40, 30), (170, 90), 16, (256, 256), rules=Rules(20.0, SLOPES, torch.tensor([0.5, -1.0]))
     ),
@@ -164,7 +171,10 @@ def test_numbers_of_pages_out_of_range_are_those_of_the_nearest() -> None:
 COMPILED = [
     select_paged_config("bfloat16", 96, 96, True, 16),
     select_paged_config("bfloat16", 128, 128, True, 16),
+    select_paged_config("bfloat16", 128, 128, True, 128),
+    select_paged_config("float16", 128, 128, True, 64),
     select_paged_config("bfloat16", 128, 128, True, ONE_PAGE),
+    replace(select_paged_config("bfloat16", 128, 128, True, 16), softcap=True, alibi=True, sinks=True),
     select_paged_config("bfloat16", 192, 128, True, 128),
     select_paged_config("bfloat16", 256, 256, True, 16, True),
     replace(
@@ -186,6 +196,24 @@ def usages() -> dict[ForwardConfig, ResourceUsage]:
 def test_kernels_compile_without_spills(config, usages) -> None:
     usage = usages[config]
     assert usage.local_bytes == 0
+
+
+def test_queries_are_kept_in_registers_where_that_is_faster() -> None:
+    """On pages under a causal mask alone, at head_dim 128; turns stay where they have not been timed against."""
+    for dtype in ("bfloat16", "float16"):
+        configs = [select_paged_config(dtype, 128, 128, True, rows) for rows in (16, 64, 128)]
+        assert all(c.keeps_q and c.walks_apart and (c.tile_n, c.stages) == (128, 3) for c in configs)
+    kept = configs[0]
+    changed = [replace(kept, **{name: True}) for name in ("softcap", "alibi", "sinks")]
+    assert all(c.walks_apart and not c.keeps_q for c in changed)
+    others = [
+        *(select_paged_config("bfloat16", 128, 128, True, rows) for rows in (8, ONE_PAGE, END_TO_END)),
+        select_paged_config("bfloat16", 128, 128, True, 64, True),
+        select_paged_config("bfloat16", 128, 128, False, 64),
+    ]
+    assert all(c.ping_pong and not c.keeps_q for c in others)
+    assert not select_paged_config("bfloat16", 64, 64, True, 64).keeps_q
+    assert not select_forward_config("bfloat16", 128, 128, True, 4096).keeps_q
 
 
 @pytest.mark.parametrize(
