@@ -237,9 +237,13 @@ def forward_on_numpy(
     arguments.add(*sides)
     arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.dropout_and_functions(rules)
-    if c.o_from_registers:
-        rows = out.permute(1, 3, 2, 0)
-        arguments.tensor(out, tuple(rows.shape), (rows.stride(0), *rows.stride()[2:]))
+    asked = (q, k) if c.asks_early else ()
+    for tensor in ((out,) if c.o_from_registers else ()) + asked:
+        rows = tensor.permute(1, 3, 2, 0)
+        arguments.tensor(tensor, tuple(rows.shape), (rows.stride(0), *rows.stride()[2:]))
+    if c.asks_early:
+        columns = v.permute(3, 1, 2, 0)
+        arguments.tensor(v, tuple(columns.shape), columns.stride()[1:])
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
