@@ -50,6 +50,13 @@ ENDING_WIDTHS = {
 (``ForwardConfig.first_widths``). Of 2048, 4096, 8192 and 16384 keys 176 leave 112, 48, 96 and 16, and 80 leave 48, 16,
 32 and 64. A few keys more than 4096 leave 64 at most."""
 
+ASKING_TILES = {
+    *((head_dim, 64, causal) for head_dim in (64, 256) for causal in (False, True)),
+    *((128, tile_n, False) for tile_n in (96, 128, 176)),
+    (128, 128, True),
+}
+"""By head_dim, keys of a block and causal: those for which ``ForwardConfig.asks_early`` was timed, and is faster."""
+
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
 
@@ -145,6 +152,20 @@ class ForwardConfig:
         what is asked comes into the way of others."""
         is_short = self.head_dim <= 64 and self.element_bytes == 2
         return is_short and self.pipelined and self.warp_specialized and not self.ping_pong
+
+    @property
+    def begins_in_turn(self) -> bool:
+        """Whether the first Q K^T of a tile is queued in turns too, so that the first warpgroup has its scores while
+        the second one's product runs."""
+        is_known = self.head_dim == self.head_dim_v == 128 and self.element_bytes == 2 and not self.causal
+        is_whole = self.is_plain and not self.used_head_dim
+        return is_known and is_whole and self.ping_pong and self.pipelined and self.warp_specialized
+
+    @property
+    def has_whole_beginnings(self) -> bool:
+        """Whether the block visited first is there twice, with the mask of an end and without: of few blocks the mask
+        of one that is whole counts. With blocks of 96 keys it costs more than it saves."""
+        return self.begins_in_turn and self.tile_n == 128
 
     @property
     def walks_apart(self) -> bool:
@@ -341,6 +362,18 @@ class ForwardConfig:
         """Whether CTAs may start before the kernel in front of this one has ended (programmatic dependent launch). They
         read and write no global memory until then."""
         return self.element_bytes == 2
+
+    @property
+    def asks_early(self) -> bool:
+        """Whether a CTA that has started early asks for its first tile: for inputs that are in memory, and not in L2,
+        the trip there is made while the kernel in front ends."""
+        is_known = (
+            self.head_dim,
+            self.tile_n,
+            self.causal,
+        ) in ASKING_TILES and self.head_dim == self.head_dim_v
+        is_whole = self.is_plain and not self.used_head_dim
+        return is_known and is_whole and self.starts_early and self.warp_specialized
 
     @property
     def _o_needs_place(self) -> bool:

@@ -218,6 +218,11 @@ class Consumer(LoopInvariant):
                 self._first_scores(scores, blocks.last, kv_state, widths[0])
             else:
                 self._first_of_width(scores, blocks, kv_state, widths[1:])
+        elif const_expr(self.config.has_whole_beginnings):
+            if blocks.keys_of_first < self.config.tile_n:
+                self._first_scores(scores, blocks.last, kv_state)
+            else:
+                self._first_scores(scores, blocks.last, kv_state, is_masked=False)
         else:
             self._first_scores(scores, blocks.last, kv_state)
 
@@ -254,19 +259,28 @@ class Consumer(LoopInvariant):
 
     @cute.jit
     def _first_scores(
-        self, scores: ScoreTile, n_block: Int32, kv_state: PipelineState, keys: cutlass.Constexpr[int] = 0
+        self,
+        scores: ScoreTile,
+        n_block: Int32,
+        kv_state: PipelineState,
+        keys: cutlass.Constexpr[int] = 0,
+        is_masked: cutlass.Constexpr[bool] = True,
     ):
-        """S and P of the first block, which is always masked: it holds the end of the sequence. Of its first ``keys``
+        """S and P of the first block, which is masked where it may hold the end of the sequence. Of its first ``keys``
         alone, if they are given."""
         acc_S = self._make_acc_S(keys)
         self.pipes.k.consumer_wait(kv_state)
+        if const_expr(self.config.begins_in_turn):
+            self.ping_pong.take_turn()
         self._start_scores(acc_S, kv_state)
+        if const_expr(self.config.begins_in_turn):
+            self.ping_pong.pass_turn()
         self.softmax.take_bias(scores.row_bias(n_block))
         self.softmax.enter_block(consumer_slot(kv_state))
         kept = scores.kept(n_block)
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(kv_state)
-        scores.finish(acc_S, n_block, True)
+        scores.finish(acc_S, n_block, is_masked)
         self.softmax.take_scores(acc_S, is_first=True)
         # V of a block is awaited where P of it is made, here as in the loop.
         if const_expr(not self.config.loads_k_ahead):

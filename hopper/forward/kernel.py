@@ -37,6 +37,7 @@ from cute_kernels.softmax import OnlineSoftmax
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
+from hopper.forward.ahead import ask_for_first_tile
 from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.consumer import Consumer
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads, ReturnOfO
@@ -236,6 +237,7 @@ class ForwardKernel:
             options.lists,
             self.parts.kv_source.pages(arguments, options.pages),
             (mO,) if const_expr(c.o_from_registers) else (),
+            (mQ, mK, mVt) if const_expr(c.asks_early) else (),
         ).launch(
             grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -266,14 +268,15 @@ class ForwardKernel:
         lists: tuple,
         pages: tuple,
         outputs: tuple,
+        inputs: tuple,
     ):
         """One CTA: make barriers and pipelines, then part into producer and consumers, who meet in them alone.
 
         ``scale_log2`` is the factor of scores in exponents of 2: softmax_scale, or the cap of a softcap, times log2(e).
         ``caps`` is empty, or has the factor of a score under the tanh, softmax_scale / cap. ``lengths`` and
         ``divisors`` are what ``batch`` makes of sequence lengths and of numbers to divide by; ``sides`` are those of a
-        window; ``outputs`` is that of ``DenseTmaStore``. The other tuples are fields of ``LaunchOptions``, and empty
-        likewise.
+        window; ``outputs`` is that of ``DenseTmaStore``, ``inputs`` that of ``ask_for_first_tile``. The other tuples
+        are fields of ``LaunchOptions``, and empty likewise.
         """
         c, parts = self.config, self.parts
         # Shared memory, and the barriers in it.
@@ -290,14 +293,17 @@ class ForwardKernel:
         pipes = parts.kv_source.make_pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        of_order = lengths, mLSE, heads_per_kv_head, heads_per_section, divisors
+        if const_expr(c.asks_early):
+            ask_for_first_tile(c, inputs, parts.batch, of_order)
         if const_expr(c.starts_early):
-            # Nothing above touches global memory. From here on the kernel in front has ended, and the next one may
-            # start, up to its own wait.
+            # Nothing above reads or writes global memory. From here on the kernel in front has ended, and the next one
+            # may start, up to its own wait.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
         # Which tiles there are, the keys that each visits, and what is done to scores.
-        order = parts.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section, divisors)
+        order = parts.batch.order(*of_order)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
         seqlens = parts.batch.seqlens(lengths)
         rules = self._score_rules(scale_log2, caps, slopes, dropout, captured)

@@ -140,6 +140,18 @@ class Arguments:
         head = struct.pack(f"<Q{len(sizes)}i", first, *sizes)
         self.values.append(head + b"\0" * (-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides))
 
+    def rows_of(self, tensor: Tensor) -> None:
+        """A tensor (batch, seqlen, heads, head_dim) as (seqlen, head_dim, heads, batch)."""
+        rows = tensor.permute(1, 3, 2, 0)
+        self.tensor(tensor, tuple(rows.shape), (rows.stride(0), *rows.stride()[2:]))
+
+    def asked(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """What a forward kernel asks for before it waits for the one in front, last."""
+        self.rows_of(q)
+        self.rows_of(k)
+        columns = v.permute(3, 1, 2, 0)
+        self.tensor(v, tuple(columns.shape), columns.stride()[1:])
+
     def rules(self, rules: Rules, softmax_scale: float) -> None:
         """What a kernel without WGMMA takes of them, last."""
         self.softcap_and_slopes(rules, softmax_scale)
@@ -238,8 +250,9 @@ def forward_on_numpy(
     arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.dropout_and_functions(rules)
     if c.o_from_registers:
-        rows = out.permute(1, 3, 2, 0)
-        arguments.tensor(out, tuple(rows.shape), (rows.stride(0), *rows.stride()[2:]))
+        arguments.rows_of(out)
+    if c.asks_early:
+        arguments.asked(q, k, v)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
@@ -330,8 +343,7 @@ def fp8_forward_on_numpy(
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
     if c.o_from_registers:
-        rows = out.permute(1, 3, 2, 0)
-        arguments.tensor(out, tuple(rows.shape), (rows.stride(0), *rows.stride()[2:]))
+        arguments.rows_of(out)
     arguments.launch(program_of(config), (1, 1, 1), timing)
     return out, lse
 

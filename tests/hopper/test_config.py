@@ -211,6 +211,22 @@ def test_a_warpgroup_without_a_query_leaves_plain_blocks_of_176_keys_out():
     assert not select_plain_config("bfloat16", 256, 256, False, 16384).walks_apart
 
 
+def test_short_calls_ask_for_their_first_tile_and_begin_in_turns():
+    def of(head_dim, causal, seqlen_k):
+        return select_plain_config("bfloat16", head_dim, head_dim, causal, seqlen_k)
+
+    for head_dim, causal in ((64, False), (64, True), (128, False), (128, True), (256, False), (256, True)):
+        assert of(head_dim, causal, 512).asks_early
+    whole, narrow, wide, long = (of(128, False, seqlen_k) for seqlen_k in (512, 288, 300, 4096))
+    assert [config.tile_n for config in (whole, narrow, wide, long)] == [128, 96, 176, 176]
+    assert [c.begins_in_turn for c in (whole, narrow, wide, long)] == [True, True, True, False]
+    assert [c.has_whole_beginnings for c in (whole, narrow, wide, long)] == [True, False, False, False]
+    assert not of(128, True, 16384).asks_early and not of(120, False, 512).asks_early
+    changed = [replace(whole, **{field: True}) for field in ("window", "sinks", "dropout")]
+    changed.append(replace(whole, layout="varlen"))
+    assert not any(c.asks_early or c.begins_in_turn or c.has_whole_beginnings for c in changed)
+
+
 def test_blocks_that_divide_no_power_of_two_are_cut_at_the_end():
     def of(head_dim, causal, seqlen_k, **others):
         config = select_forward_config("bfloat16", head_dim, head_dim, causal, seqlen_k)

@@ -133,6 +133,15 @@ def test_a_warpgroup_without_a_query_lets_blocks_pass(seqlens: tuple[int, int]) 
     check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128), ctas=2)
 
 
+@pytest.mark.parametrize("keys", [300, 512])
+@pytest.mark.parametrize("seqlens", [(131, 400), (260, 100)])
+def test_first_products_in_turns(keys: int, seqlens: tuple[int, int]) -> None:
+    """Of several tiles a CTA, of which the last one of a head has a warpgroup without a query."""
+    config = select_plain_config("bfloat16", 128, 128, False, keys)
+    assert config.begins_in_turn
+    check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128), ctas=2)
+
+
 @pytest.mark.parametrize("rest", [1, 64, 65, 112, 113, 176])
 def test_the_last_block_is_cut_to_the_keys_that_there_are(rest: int) -> None:
     """Alone, in front of one other block, and of two; with tiles that follow."""

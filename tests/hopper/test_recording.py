@@ -74,6 +74,8 @@ def run(
     stamps = torch.zeros(stamp_shape(config, BLOCKS), dtype=torch.int64)
     arguments.tensor(stamps, (stamps.numel(),), ())
     on_numpy._finish_forward(config, arguments, q, k, 0.125)
+    if config.asks_early:
+        arguments.asked(q, k, v)
     arguments.launch(program, (1, 1, 1))
     return forward_on_numpy(config, q, k, v, 0.125)[0], out, stamps
 
