@@ -149,8 +149,7 @@ class Arguments:
         """What a forward kernel asks for before it waits for the one in front, last."""
         self.rows_of(q)
         self.rows_of(k)
-        columns = v.permute(3, 1, 2, 0)
-        self.tensor(v, tuple(columns.shape), columns.stride()[1:])
+        self.tensor(v, tuple(v.permute(3, 1, 2, 0).shape), (v.stride(1), v.stride(2), v.stride(0)))
 
     def rules(self, rules: Rules, softmax_scale: float) -> None:
         """What a kernel without WGMMA takes of them, last."""
