@@ -83,7 +83,9 @@ class Schedule:
         """
         changed = {}
         for name, default in (("num_splits", 0), ("pack_gqa", None), ("sm_margin", 0)):
-            own, given = getattr(self, name), checks.python_int(getattr(options, name))
+            own, given = getattr(self, name), getattr(options, name)
+            if given is not None and given is not default:
+                given = checks.python_int(given)
             if given is None or (type(given) is int and given == default):
                 changed[name] = own
             elif own != default and given != own:

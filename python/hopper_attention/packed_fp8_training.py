@@ -79,7 +79,7 @@ def _blocks(c: Fp8Quantization) -> tuple[int, int]:
     """Rows of Q, and of K and V, that share a scale."""
     if c.granularity != "block":
         return ONE_PER_SEQUENCE, ONE_PER_SEQUENCE
-    return c.block_q, cast(int, c.block_k)
+    return min(c.block_q, ONE_PER_SEQUENCE), min(cast(int, c.block_k), ONE_PER_SEQUENCE)
 
 
 class Arguments(NamedTuple):

@@ -62,6 +62,12 @@ def test_a_block_may_be_longer_than_memory(rows, is_packed):
         for n in (rows, 70)
     )
     assert torch.equal(out, expected)
+    q = q.bfloat16().requires_grad_()
+    found = []
+    for n in (rows, 70):
+        out = flash_attn_fp8_func(q, q, q, quantization=Fp8Quantization(block_q=n, block_k=n), **lengths)
+        found += torch.autograd.grad(out.sum(), q)
+    assert torch.equal(*found)
 
 
 def half_ulp(data):
