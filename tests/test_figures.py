@@ -286,7 +286,9 @@ CLAIMS: list[tuple[str, str, Callable[[], Any]]] = [
 """A page, what it says, and what gives the figures in it."""
 
 
-@pytest.mark.parametrize(("page", "saying", "values"), CLAIMS, ids=lambda each: str(each)[:40])
+@pytest.mark.parametrize(
+    ("page", "saying", "values"), CLAIMS, ids=[f"{page}: {saying[:40]}" for page, saying, _ in CLAIMS]
+)
 def test_a_figure_of_a_page_is_that_of_its_report(page: str, saying: str, values: Callable[[], Any]) -> None:
     given = tuple(values())
     assert given and all(math.isfinite(value) for value in given)
