@@ -175,9 +175,9 @@ CLAIMS: list[tuple[str, str, Callable[[], Any]]] = [
     ),
     (
         "docs/limits.md",
-        "one of the 36 cells of the [report](results/fp8.md) is behind FlashAttention-3: head_dim 256, 2k keys, "
-        "causal, by {:.1f} %",
-        lambda: (100 * (1 - min(drop_ins())),),
+        "two of the 36 cells of the [report](results/fp8.md) are behind FlashAttention-3: head_dim 256, causal, "
+        "1k keys by {:.1f} % and 2k by {:.1f} %",
+        lambda: tuple(100 * (1 - ratio) for ratio in drop_ins() if ratio < 1),
     ),
     (
         "docs/limits.md",
@@ -296,10 +296,11 @@ def test_a_figure_of_a_page_is_that_of_its_report(page: str, saying: str, values
     assert saying.format(*given) in " ".join((ROOT / page).read_text().split())
 
 
-def test_at_most_one_cell_is_behind_where_a_page_says_one() -> None:
+def test_cells_that_pages_name_are_those_behind() -> None:
     behind = [cell.problem.name for cell in cells("forward") if cell.ratio < 1]
     assert behind == [WORST]
     assert [cell.problem.name for cell in cells("fp8") if cell.drop_in < 1] == [
-        "bf16-b8-s2048-h8-d256-causal"
+        "bf16-b16-s1024-h8-d256-causal",
+        "bf16-b8-s2048-h8-d256-causal",
     ]
     assert all(cell.ratio > 1 for cell in cells("backward"))

@@ -62,7 +62,7 @@ COMPILED = [
     config_of("bfloat16", True, 128, 16, limits_splits=True, sinks=True),
     replace(NARROW, stages=4),
 ]
-"""With 512 columns a window spills a register, and all features together some six."""
+"""With 512 columns and all features together packed queries of a cluster spill two registers."""
 
 SINKS = torch.linspace(-1.0, 2.0, 16)
 
