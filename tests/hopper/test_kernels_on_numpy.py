@@ -136,8 +136,8 @@ def test_a_warpgroup_without_a_query_lets_blocks_pass(seqlens: tuple[int, int]) 
 @pytest.mark.parametrize("keys", [300, 512])
 @pytest.mark.parametrize("seqlens", [(131, 400), (260, 100), (131, 384), (70, 128)])
 def test_first_products_in_turns(keys: int, seqlens: tuple[int, int]) -> None:
-    """Of several tiles a CTA, of which the last one of a head has a warpgroup without a query; the last block has an end
-    in it, or is whole."""
+    """Of several tiles a CTA, of which the last one of a head has a warpgroup without a query; the last block has an
+    end in it, or is whole."""
     config = select_plain_config("bfloat16", 128, 128, False, keys)
     assert config.begins_in_turn
     check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128), ctas=2)
