@@ -55,7 +55,7 @@ ASKING_TILES = {
     *((128, tile_n, False) for tile_n in (96, 128, 176)),
     (128, 128, True),
 }
-"""By head_dim, keys of a block and causal: those for which ``ForwardConfig.asks_early`` was timed, and is faster."""
+"""Of 16 bits, by head_dim, keys of a block and causal: those for which ``asks_early`` was timed, and is faster."""
 
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
@@ -367,12 +367,8 @@ class ForwardConfig:
     def asks_early(self) -> bool:
         """Whether a CTA that has started early asks for its first tile: for inputs that are in memory, and not in L2,
         the trip there is made while the kernel in front ends."""
-        is_known = (
-            self.head_dim,
-            self.tile_n,
-            self.causal,
-        ) in ASKING_TILES and self.head_dim == self.head_dim_v
-        is_whole = self.is_plain and not self.used_head_dim
+        is_known = (self.head_dim, self.tile_n, self.causal) in ASKING_TILES and self.element_bytes == 2
+        is_whole = self.is_plain and not self.used_head_dim and self.head_dim == self.head_dim_v
         return is_known and is_whole and self.starts_early and self.warp_specialized
 
     @property

@@ -224,6 +224,7 @@ def test_short_calls_ask_for_their_first_tile_and_begin_in_turns():
     assert not of(128, True, 16384).asks_early and not of(120, False, 512).asks_early
     changed = [replace(whole, **{field: True}) for field in ("window", "sinks", "dropout")]
     changed.append(replace(whole, layout="varlen"))
+    changed += [select_fp8_forward_config(128, 128, causal, "bfloat16", 512) for causal in (False, True)]
     assert not any(c.asks_early or c.begins_in_turn or c.has_whole_beginnings for c in changed)
 
 
