@@ -17,6 +17,9 @@ LN_2 = math.log(2.0)
 LEAST = -3.4028234663852886e38
 """The least finite float32."""
 
+SMALLEST_SCALE = 2.0**-126
+"""Of scores, where it has factors of e4m3 in it, which may make 0: a hidden score is -inf, and times 0 that is NaN."""
+
 
 class OnlineSoftmax(LoopInvariant):
     """Running maximum and sum of a row, exponentials in base 2.

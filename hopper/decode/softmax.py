@@ -6,9 +6,7 @@ from cutlass import Float16, Float32, const_expr
 
 from cute_kernels.fast_math import max_over_lanes, maximum_of, maximum_or_nan, multiply_rounded
 from cute_kernels.fragments import LANES_PER_ROW, as_rows
-from cute_kernels.softmax import LEAST, RoundingSoftmax, scale_row
-
-SMALLEST_SCALE = 2.0**-126
+from cute_kernels.softmax import LEAST, SMALLEST_SCALE, RoundingSoftmax, scale_row
 
 
 @cute.jit

@@ -19,7 +19,7 @@ from hopper.mla.config import MlaConfig
 from hopper.wgmma import issue_gemm
 from hopper.wide.exchange import WideBarrier, arrive
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, WideTensors
-from hopper.wide.scores import LAST_STEPS, ScoresConsumer, add_steps
+from hopper.wide.scores import ScoresConsumer
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,6 @@ class MlaScores(ScoresConsumer):
         self.pipes.v[FIRST_HALF].consumer_wait(state)
         tSrQV = self.tSrQV[0][None, None, None, FIRST_HALF]
         issue_gemm(qk, acc_S, tSrQV, self.tSrV[None, None, None, state.index], True)
-
-    @cute.jit
-    def _add_second_half(self, acc_S: cute.Tensor, state: PipelineState):
-        """Add that of the second half, as two groups, for the reason that ``_continue_scores`` has."""
-        qk, stages = self.mmas.qk, self.config.stages
-        self.pipes.v[SECOND_HALF].consumer_wait(state)
-        tSrQV = self.tSrQV[0][None, None, None, SECOND_HALF]
-        tSrV = self.tSrV[None, None, None, SECOND_HALF * stages + state.index]
-        end = cute.size(tSrQV.shape[2])
-        add_steps(qk, acc_S, tSrQV, tSrV, 0, end - LAST_STEPS)
-        add_steps(qk, acc_S, tSrQV, tSrV, end - LAST_STEPS, end)
 
     @cute.jit
     def _make_p(

@@ -140,10 +140,16 @@ class ScoresConsumer(LoopInvariant):
     def _continue_scores(self, acc_S: cute.Tensor, state: PipelineState):
         """Add QV V^T, as two groups of WGMMAs. The last is of 64 columns: when only these are left, it is time to tell
         the other warpgroup, which takes as long to hear of it."""
-        qk, stages = self.mmas.qk, self.config.stages
+        qk = self.mmas.qk
         self.pipes.v[FIRST_HALF].consumer_wait(state)
         tSrV = self.tSrV[None, None, None, state.index]
         issue_gemm(qk, acc_S, self.tSrQV[0][None, None, None, FIRST_HALF], tSrV, True, closes=False)
+        self._add_second_half(acc_S, state)
+
+    @cute.jit
+    def _add_second_half(self, acc_S: cute.Tensor, state: PipelineState):
+        """Add that of the second half of the columns, as the two groups of ``_continue_scores``."""
+        qk, stages = self.mmas.qk, self.config.stages
         self.pipes.v[SECOND_HALF].consumer_wait(state)
         tSrQV = self.tSrQV[0][None, None, None, SECOND_HALF]
         tSrV = self.tSrV[None, None, None, SECOND_HALF * stages + state.index]

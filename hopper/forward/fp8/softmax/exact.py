@@ -7,14 +7,11 @@ from cutlass import Float32, Int32, const_expr
 from cute_kernels.fast_math import exp2, maximum_or_nan, multiply_rounded, pin
 from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
 from cute_kernels.seqlen import SeqlenInfo
-from cute_kernels.softmax import LEAST, LN_2, OnlineSoftmax
+from cute_kernels.softmax import LEAST, LN_2, SMALLEST_SCALE, OnlineSoftmax
 from hopper.forward.fp8.exp2 import exp2_of_pair, is_polynomial, sum_of_words
 from hopper.forward.fp8.operand_a import store_row_as_operand_a_e4m3
 from hopper.forward.fp8.row_maximum import row_maximum, thread_maximum
 from hopper.forward.fp8.scales import blocks_before, blocks_of_sequence
-
-SMALLEST_SCALE = 2.0**-126
-"""Of a score: that of a block of zeros times another would be 0."""
 
 P_EXPONENT = 8.0
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448."""
