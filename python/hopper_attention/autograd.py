@@ -13,7 +13,9 @@ from hopper_attention.launch.forward import Launch
 from hopper_attention.launch.gradients_again import (
     ForGradients,
     GradientOptions,
+    Passes,
     differentiate_again,
+    passes_of,
     remember,
 )
 from hopper_attention.launch.packed_gradients_again import differentiate_packed_again, remember_packed
@@ -57,7 +59,7 @@ def _plain_gradients(
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv where nothing changes the scores."""
     if dlse is None:
-        found = differentiate_again(tensors, options)
+        found = differentiate_again(tensors, passes_of(options))
         if found is not None:
             return found
     return _new_gradients(tensors, dlse, options)
@@ -160,22 +162,20 @@ def _end_with_tensors_of_heads(*arguments: Any) -> bool:
 
 
 def _forward_by(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, options: GradientOptions
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, passes: Passes
 ) -> tuple[Tensor, Tensor]:
-    """``ops.forward`` of scores that nothing changes, by what serves them."""
-    sides = options.sides
-    out, lse = launch(q, k, v, options.softmax_scale, True, *(() if sides == FULL_SIDES else sides))
-    ctx.options = options
+    """``ops.forward`` of scores that nothing changes, by what serves them; ``passes`` are those of calls like it."""
+    scale, _, _, _, sides = passes.options
+    out, lse = launch(q, k, v, scale, True, *(() if sides == FULL_SIDES else sides))
+    ctx.passes = passes
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.set_materialize_grads(False)
     return out, lse
 
 
-def _forward_out_by(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, options: GradientOptions
-) -> Tensor:
+def _forward_out_by(ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, passes: Passes) -> Tensor:
     """``_forward_by`` of a call that has no use for the LSE: autograd has one result less to look after."""
-    out, _ = _forward_by(ctx, q, k, v, launch, options)
+    out, _ = _forward_by(ctx, q, k, v, launch, passes)
     return out
 
 
@@ -184,10 +184,10 @@ def _gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> 
     if dout is None:
         dout = torch.zeros_like(out)
     if dlse is None:
-        found = differentiate_again((dout, q, k, v, out, lse), ctx.options)
+        found = differentiate_again((dout, q, k, v, out, lse), ctx.passes)
         if found is not None:
             return *found, None, None
-    return *_new_gradients(ForGradients(dout, q, k, v, out, lse), dlse, ctx.options), None, None
+    return *_new_gradients(ForGradients(dout, q, k, v, out, lse), dlse, ctx.passes.options), None, None
 
 
 def _forward_varlen_by(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from hopper_attention.launch.at_once import Given, Script
 from hopper_attention.launch.backward import OneTileLauncher, PreparedLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
 from hopper_attention.layout import TMA_BYTES, new_strides, repairs_for
-from hopper_attention.like_calls import Latest, Remembered, may_be_like
+from hopper_attention.like_calls import Kept, Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.scores import NO_SCORES
 
@@ -140,18 +141,31 @@ class OneTileCall:
         return gradients
 
 
-Kept = GradientCall | OneTileCall
+Served = GradientCall | OneTileCall
 
-remembered: Remembered[Kept] = Remembered(REMEMBERED_CALLS)
+remembered: Remembered[Served] = Remembered(REMEMBERED_CALLS)
 
-latest: Latest[Kept] = Latest()
 
-latest_in_order: Latest[Kept] = Latest()
-"""The same where torch.use_deterministic_algorithms asks for equal bits."""
+class Passes:
+    """Those of calls of one kind and these options, and what served the latest of them: by whether
+    torch.use_deterministic_algorithms asked for equal bits. Each kind has its own, so that layers of several kinds,
+    which take turns in a model, do not drive each other out."""
+
+    __slots__ = ("latest", "options")
+
+    def __init__(self, options: GradientOptions) -> None:
+        self.options = options
+        self.latest: dict[bool, Kept[Served]] = {}
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def passes_of(options: GradientOptions) -> Passes:
+    """Of calls of any kind that have these options."""
+    return Passes(options)
 
 
 def differentiate_again(
-    tensors: tuple[Tensor, ...], options: GradientOptions, into: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...], passes: Passes, into: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...] | None:
     """dq, dk and dv, if an earlier backward pass was like this one; else None.
 
@@ -159,15 +173,14 @@ def differentiate_again(
     # With create_graph the gradients would be differentiated.
     if torch.is_grad_enabled() or not may_be_like():
         return None
-    before = latest_in_order if torch.are_deterministic_algorithms_enabled() else latest
-    call = before.find(options, *tensors)
-    if call is None:
-        kept = remembered.find_kept(_key_of(tensors, options), *tensors)
+    in_order = torch.are_deterministic_algorithms_enabled()
+    kept = passes.latest.get(in_order)
+    if kept is None or not kept.is_like(*tensors):
+        kept = remembered.find_kept(_key_of(tensors, passes.options), *tensors)
         if kept is None:
             return None
-        before.keep(options, kept, len(tensors))
-        call = kept.call
-    return call(tensors, into)
+        passes.latest[in_order] = kept
+    return kept.call(tensors, into)
 
 
 def _key_of(tensors: tuple[Tensor, ...], options: GradientOptions) -> tuple[Any, ...]:
@@ -196,7 +209,7 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
     behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
-    call: Kept
+    call: Served
     if isinstance(launcher, OneTileLauncher):
         call = OneTileCall.of(launcher, scale, tensors)
     else:
