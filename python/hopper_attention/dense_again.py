@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention import autograd, checks, device_memory
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import ForwardLauncher, Launch, ReadyLaunch, find_launch
-from hopper_attention.launch.gradients_again import GradientOptions, Passes
+from hopper_attention.launch.gradients_again import GradientOptions, Passes, Served
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides
@@ -26,22 +26,16 @@ Flags = tuple[bool, "str | None", int, Sides]
 
 Key = tuple[Any, ...]
 
-KEPT_OPTIONS = 16
-"""Scales, each with equal bits or without, whose backward passes are known to a kind of calls."""
-
 
 @dataclass(frozen=True, slots=True)
 class DenseCall:
     """What serves calls like an earlier one. ``passes`` are the backward passes of those with the default scale which
-    do not ask for equal bits, ``others`` those with other options, by scale and whether they do."""
+    do not ask for equal bits."""
 
     launch: Launch
     window: tuple[int, ...]
     records_gradient: bool
-    passes: Passes
-    others: dict[tuple[float | None, bool], Passes] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    passes: Passes[Served]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any, deterministic: bool, wants_lse: bool
@@ -53,25 +47,13 @@ class DenseCall:
             if self.window:
                 return self.launch(q, k, v, scale, wants_lse, *self.window)
             return self.launch(q, k, v, scale, wants_lse)
-        passes: Passes | None = self.passes
+        passes = self.passes
         if scale is not None or deterministic:
-            passes = self.others.get((scale, deterministic))
-            if passes is None:
-                passes = self._passes_of(scale, deterministic)
+            passes = passes.of_others(scale, deterministic)
         if not wants_lse:
             return (autograd.forward_out_by(q, k, v, self.launch, passes),)
         out, lse = autograd.forward_by(q, k, v, self.launch, passes)
         return out, lse
-
-    def _passes_of(self, scale: float | None, deterministic: bool) -> Passes:
-        """Those of ``others`` that were not there yet."""
-        default_scale, causal, backend, _, sides = self.passes.options
-        chosen = default_scale if scale is None else scale
-        # Calls whose scale is another number each time have no use for what is kept.
-        if len(self.others) >= KEPT_OPTIONS:
-            self.others.clear()
-        made = Passes(GradientOptions(chosen, causal, backend, deterministic, sides))
-        return self.others.setdefault((scale, deterministic), made)
 
 
 remembered: Remembered[DenseCall] = Remembered(REMEMBERED_CALLS)

@@ -185,13 +185,13 @@ def test_layers_of_several_kinds_do_not_drive_each_other_out(
 
 def test_scales_that_are_always_others_are_not_kept_for_good(seen: Seen) -> None:
     leaves = qkv(requires_grad=True)
-    scales = [0.01 * (1 + number) for number in range(3 * dense_again.KEPT_OPTIONS)]
+    scales = [0.01 * (1 + number) for number in range(3 * gradients_again.KEPT_OPTIONS)]
     for scale in (*scales, *scales):
         out = flash_attn_func(*leaves, scale)
         torch.autograd.grad(out, leaves, torch.ones_like(out))
         assert seen[-1][10] == scale
     (kinds,) = dense_again.remembered._calls.values()
-    assert 0 < len(kinds[0].call.others) <= dense_again.KEPT_OPTIONS
+    assert 0 < len(kinds[0].call.passes._others) <= gradients_again.KEPT_OPTIONS
 
 
 def test_saved_tensors_that_hooks_change_are_compared(seen: Seen, anew: list[int]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -143,29 +144,50 @@ class OneTileCall:
 
 Served = GradientCall | OneTileCall
 
+Pass = TypeVar("Pass")
+"""What serves backward passes."""
+
 remembered: Remembered[Served] = Remembered(REMEMBERED_CALLS)
 
 
-class Passes:
-    """Those of calls of one kind and these options, and what served the latest of them: by whether
-    torch.use_deterministic_algorithms asked for equal bits. Each kind has its own, so that layers of several kinds,
-    which take turns in a model, do not drive each other out."""
+KEPT_OPTIONS = 16
+"""Scales, each with equal bits or without, whose passes one kind of calls knows at most."""
 
-    __slots__ = ("latest", "options")
+
+class Passes(Generic[Pass]):
+    """The backward passes of calls of one kind and these options. ``latest`` has what served the latest of them, by
+    what of torch's state, and of a pass, decides besides. Each kind of calls has its own, so that layers of several
+    kinds, which take turns in a model, do not drive each other out."""
+
+    __slots__ = ("_others", "latest", "options")
 
     def __init__(self, options: GradientOptions) -> None:
         self.options = options
-        self.latest: dict[bool, Kept[Served]] = {}
+        self.latest: dict[Hashable, Kept[Pass]] = {}
+        self._others: dict[tuple[float | None, bool], Passes[Pass]] = {}
+
+    def of_others(self, softmax_scale: float | None, deterministic: bool) -> Passes[Pass]:
+        """Those of calls that are alike but for these options. Without a scale, with this one's."""
+        found = self._others.get((softmax_scale, deterministic))
+        if found is not None:
+            return found
+        scale, causal, backend, _, sides = self.options
+        # Calls whose scale is another each time have no use for what is kept.
+        if len(self._others) >= KEPT_OPTIONS:
+            self._others.clear()
+        scale = scale if softmax_scale is None else softmax_scale
+        made: Passes[Pass] = Passes(GradientOptions(scale, causal, backend, deterministic, sides))
+        return self._others.setdefault((softmax_scale, deterministic), made)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
-def passes_of(options: GradientOptions) -> Passes:
+def passes_of(options: GradientOptions) -> Passes[Served]:
     """Of calls of any kind that have these options."""
     return Passes(options)
 
 
 def differentiate_again(
-    tensors: tuple[Tensor, ...], passes: Passes, into: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...], passes: Passes[Served], into: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...] | None:
     """dq, dk and dv, if an earlier backward pass was like this one; else None.
 
