@@ -13,10 +13,18 @@ from hopper_attention.launch.forward import Launch
 from hopper_attention.launch.gradients_again import (
     ForGradients,
     GradientOptions,
+    Passes,
+    Served,
     differentiate_again,
+    passes_of,
     remember,
 )
-from hopper_attention.launch.packed_gradients_again import differentiate_packed_again, remember_packed
+from hopper_attention.launch.packed_gradients_again import (
+    PackedGradientCall,
+    differentiate_packed_again,
+    packed_passes_of,
+    remember_packed,
+)
 from hopper_attention.launch.varlen import VarlenLaunch
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import FULL_SIDES
@@ -57,7 +65,7 @@ def _plain_gradients(
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv where nothing changes the scores."""
     if dlse is None:
-        found = differentiate_again(tensors, options)
+        found = differentiate_again(tensors, passes_of(options))
         if found is not None:
             return found
     return _new_gradients(tensors, dlse, options)
@@ -136,7 +144,7 @@ def _varlen_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     if dlse is alibi_slopes is sinks is philox is None and not ctx.softcap:
         given, where = ForGradients(dout, q, k, v, out, lse), Lengths(*lengths, *ctx.max_seqlens)
         again = GradientOptions(ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, ctx.sides)
-        found = differentiate_packed_again(given, where, again)
+        found = differentiate_packed_again(given, where, packed_passes_of(again))
         if found is not None:
             return *found, *[None] * 19
     tensors = (dout, dlse, q, k, v, out, lse, *lengths)
@@ -160,22 +168,22 @@ def _end_with_tensors_of_heads(*arguments: Any) -> bool:
 
 
 def _forward_by(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, options: GradientOptions
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, passes: Passes[Served]
 ) -> tuple[Tensor, Tensor]:
-    """``ops.forward`` of scores that nothing changes, by what serves them."""
-    sides = options.sides
-    out, lse = launch(q, k, v, options.softmax_scale, True, *(() if sides == FULL_SIDES else sides))
-    ctx.options = options
+    """``ops.forward`` of scores that nothing changes, by what serves them; ``passes`` are those of calls like it."""
+    scale, _, _, _, sides = passes.options
+    out, lse = launch(q, k, v, scale, True, *(() if sides == FULL_SIDES else sides))
+    ctx.passes = passes
     ctx.save_for_backward(q, k, v, out, lse)
     ctx.set_materialize_grads(False)
     return out, lse
 
 
 def _forward_out_by(
-    ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, options: GradientOptions
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, launch: Launch, passes: Passes[Served]
 ) -> Tensor:
     """``_forward_by`` of a call that has no use for the LSE: autograd has one result less to look after."""
-    out, _ = _forward_by(ctx, q, k, v, launch, options)
+    out, _ = _forward_by(ctx, q, k, v, launch, passes)
     return out
 
 
@@ -184,10 +192,10 @@ def _gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> 
     if dout is None:
         dout = torch.zeros_like(out)
     if dlse is None:
-        found = differentiate_again((dout, q, k, v, out, lse), ctx.options)
+        found = differentiate_again((dout, q, k, v, out, lse), ctx.passes)
         if found is not None:
             return *found, None, None
-    return *_new_gradients(ForGradients(dout, q, k, v, out, lse), dlse, ctx.options), None, None
+    return *_new_gradients(ForGradients(dout, q, k, v, out, lse), dlse, ctx.passes.options), None, None
 
 
 def _forward_varlen_by(
@@ -202,29 +210,35 @@ def _forward_varlen_by(
     max_seqlen_q: int,
     max_seqlen_k: int,
     launch: VarlenLaunch,
-    softmax_scale: float,
-    causal: bool,
-    deterministic: bool,
-    backend: str | None,
+    passes: Passes[PackedGradientCall],
 ) -> tuple[Tensor, Tensor]:
-    """``varlen_ops.forward_varlen`` without a window, of scores that nothing changes, by what serves them."""
+    """``varlen_ops.forward_varlen`` without a window, of scores that nothing changes, by what serves them; ``passes``
+    are those of calls like it."""
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    ctx.max_seqlens = max_seqlen_q, max_seqlen_k
-    out, lse = launch(q, k, v, *lengths, *ctx.max_seqlens, softmax_scale, *FULL_SIDES, True)
-    ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic = (
-        softmax_scale,
-        causal,
-        backend,
-        deterministic,
-    )
-    ctx.sides, ctx.softcap, ctx.dropout_p = FULL_SIDES, 0.0, 0.0
-    ctx.save_for_backward(q, k, v, out, lse, *lengths, None, None, None)
+    bounds = max_seqlen_q, max_seqlen_k
+    out, lse = launch(q, k, v, *lengths, *bounds, passes.options.softmax_scale, *FULL_SIDES, True)
+    ctx.bounds, ctx.passes = bounds, passes
+    ctx.save_for_backward(q, k, v, out, lse, *lengths)
     ctx.set_materialize_grads(False)
     return out, lse
 
 
 def _varlen_gradients_by(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    return *_varlen_gradients(ctx, dout, dlse)[:3], *[None] * 11
+    q, k, v, out, lse, *saved = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    lengths = Lengths(*saved, *ctx.bounds)
+    if dlse is None:
+        found = differentiate_packed_again((dout, q, k, v, out, lse), lengths, ctx.passes)
+        if found is not None:
+            return *found, *NO_MORE_GRADIENTS[:8]
+    options = ctx.passes.options
+    *flags, sides = options
+    given = dlse, q, k, v, out, lse, *lengths, *flags, *sides, *NO_SCORES.values
+    dq, dk, dv = backward_varlen(dout, *given)
+    if dlse is None:
+        remember_packed(ForGradients(dout, q, k, v, out, lse), lengths, options)
+    return dq, dk, dv, *NO_MORE_GRADIENTS[:8]
 
 
 # What calls the operators, also under torch.func.

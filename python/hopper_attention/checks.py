@@ -155,6 +155,8 @@ read.
 
 def check_scale(softmax_scale: Any) -> float:
     """``softmax_scale`` as a float; raise unless it is a positive finite number."""
+    if type(softmax_scale) is float and SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE:
+        return softmax_scale
     is_number = isinstance(softmax_scale, (float, int, numbers.Real)) and not isinstance(softmax_scale, bool)
     if not is_number:
         raise TypeError(

@@ -12,7 +12,7 @@ from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention import autograd, checks, device_memory
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import ForwardLauncher, Launch, ReadyLaunch, find_launch
-from hopper_attention.launch.gradients_again import GradientOptions
+from hopper_attention.launch.gradients_again import GradientOptions, Passes, Served
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides
@@ -29,13 +29,13 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class DenseCall:
-    """What serves calls like an earlier one. ``options`` are those of its gradients with the default scale, where the
-    call does not ask for equal bits."""
+    """What serves calls like an earlier one. ``passes`` are the backward passes of those with the default scale which
+    do not ask for equal bits."""
 
     launch: Launch
     window: tuple[int, ...]
     records_gradient: bool
-    options: GradientOptions
+    passes: Passes[Served]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: Any, deterministic: bool, wants_lse: bool
@@ -47,15 +47,12 @@ class DenseCall:
             if self.window:
                 return self.launch(q, k, v, scale, wants_lse, *self.window)
             return self.launch(q, k, v, scale, wants_lse)
-        options = self.options
+        passes = self.passes
         if scale is not None or deterministic:
-            default_scale, causal, backend, _, sides = options
-            scale = default_scale if scale is None else scale
-            options = GradientOptions(scale, causal, backend, deterministic, sides)
-        # Options that are the very object are known to a backward pass at first sight.
+            passes = passes.of_others(scale, deterministic)
         if not wants_lse:
-            return (autograd.forward_out_by(q, k, v, self.launch, options),)
-        out, lse = autograd.forward_by(q, k, v, self.launch, options)
+            return (autograd.forward_out_by(q, k, v, self.launch, passes),)
+        out, lse = autograd.forward_by(q, k, v, self.launch, passes)
         return out, lse
 
 
@@ -102,7 +99,7 @@ def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bo
     if isinstance(launch, ForwardLauncher) and not launch.repairs:
         launch = ReadyLaunch.of(launch, q, k, window)
     options = GradientOptions(q.shape[3] ** -0.5, causal, backend, False, sides)
-    call = DenseCall(launch, window, records_gradient, options)
+    call = DenseCall(launch, window, records_gradient, Passes(options))
     given = _distinct(q, k, v)
     if comes_again:
         remembered.keep(key, call, *given)

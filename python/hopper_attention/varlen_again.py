@@ -11,8 +11,10 @@ from torch import Tensor
 from hopper_attention import autograd, checks
 from hopper_attention.checks import TensorSpec
 from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.gradients_again import GradientOptions, Passes
 from hopper_attention.launch.packed_again import ReadyPackedLaunch
 from hopper_attention.launch.packed_forward import PackedForwardLauncher
+from hopper_attention.launch.packed_gradients_again import PackedGradientCall
 from hopper_attention.launch.varlen import VarlenLaunch, find_varlen_launch
 from hopper_attention.lengths import Lengths, specs_of
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -23,24 +25,25 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class VarlenCall:
-    """What serves calls like an earlier one, without a window and with tokens and keys."""
+    """What serves calls like an earlier one, without a window and with tokens and keys. ``passes`` are the backward
+    passes of those with the default scale."""
 
     launch: VarlenLaunch
     records_gradient: bool
-    default_scale: float
+    passes: Passes[PackedGradientCall]
 
     def __call__(
         self, tensors: tuple[Tensor, Tensor, Tensor], lengths: Lengths, softmax_scale: Any, options: Key
     ) -> tuple[Tensor, Tensor]:
         """out and lse, which may lack its rows where it is not wanted; ``options`` as for ``find_again``."""
-        scale = self.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
-        causal, deterministic, wants_lse, backend, _ = options
+        passes = self.passes
+        if softmax_scale is not None:
+            passes = passes.of_others(checks.check_scale(softmax_scale), passes.options.deterministic)
         if self.records_gradient:
-            # The flags are 0 or 1, or True or False.
-            flags = bool(causal), bool(deterministic), backend
-            out, lse = autograd.forward_varlen_by(*tensors, *lengths, self.launch, scale, *flags)
+            out, lse = autograd.forward_varlen_by(*tensors, *lengths, self.launch, passes)
             return out, lse
-        return self.launch(*tensors, *lengths, scale, *FULL_SIDES, bool(wants_lse))
+        _, _, wants_lse, _, _ = options
+        return self.launch(*tensors, *lengths, passes.options.softmax_scale, *FULL_SIDES, bool(wants_lse))
 
 
 remembered: Remembered[VarlenCall] = Remembered(REMEMBERED_CALLS)
@@ -73,12 +76,15 @@ def remember(
         or not remembered.comes_again(key)
     ):
         return
-    causal, _, _, backend, sm_margin = options
+    causal, deterministic, _, backend, sm_margin = options
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
     launch = find_varlen_launch(specs, specs_of(lengths), bool(causal), (False, False), backend, sm_margin)
     if isinstance(launch, PackedForwardLauncher):
         launch = ReadyPackedLaunch.of(launch, tensors, lengths) or launch
-    call = VarlenCall(launch, records_gradient, q.shape[2] ** -0.5)
+    # The flags are 0 or 1, or True or False.
+    flags = bool(causal), backend, bool(deterministic)
+    passes: Passes[PackedGradientCall] = Passes(GradientOptions(q.shape[2] ** -0.5, *flags, FULL_SIDES))
+    call = VarlenCall(launch, records_gradient, passes)
     remembered.keep(key, call, *tensors, *lengths.different)
 
 

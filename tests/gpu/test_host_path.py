@@ -284,9 +284,9 @@ def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -
         parts_again.of_any_length,
         varlen_again.remembered,
         gradients_again.remembered,
-        gradients_again.latest,
+        gradients_again.passes_of,
         packed_gradients_again.remembered,
-        packed_gradients_again.latest,
+        packed_gradients_again.packed_passes_of,
     ):
         kept.cache_clear()
     fused_again.quantizing.cache_clear()

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import compile_cache, device_memory, flash_attn_func, ops
+from hopper_attention import compile_cache, dense_again, device_memory, flash_attn_func, ops
 from hopper_attention.launch import backward, forward, gradients_again
 from tests.python.fake_gpu import MORE_THAN_A_TILE, SMS, forget_launchers, made_anew, noting, pretend
 from tests.python.test_calls_again import Seen, draw, qkv
 
 LAUNCHES = 3
 """Of a backward pass of more keys than a tile has."""
+
+A_TILE = 40
+"""Keys, of which it takes one."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,13 +47,13 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def passes(count: int = 3, **options: Any) -> tuple[list[Tensor], Tensor]:
+def passes(count: int = 3, rows: int = MORE_THAN_A_TILE, **options: Any) -> tuple[list[Tensor], Tensor]:
     """Leaves, and the output of the last of so many calls, each with a backward pass but the last."""
     for _ in range(count):
-        leaves = qkv(MORE_THAN_A_TILE, requires_grad=True)
+        leaves = qkv(rows, requires_grad=True)
         out = flash_attn_func(*leaves, **options)
         torch.autograd.grad(out, leaves, torch.ones_like(out))
-    leaves = qkv(MORE_THAN_A_TILE, requires_grad=True)
+    leaves = qkv(rows, requires_grad=True)
     return leaves, flash_attn_func(*leaves, **options)
 
 
@@ -84,7 +87,7 @@ def strided(x: Tensor) -> Tensor:
     "make",
     [
         lambda x: x.new_ones(()).expand(x.shape),
-        lambda x: torch.ones(1, 2, MORE_THAN_A_TILE, 64, dtype=x.dtype).transpose(1, 2),
+        lambda x: torch.ones_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2),
         strided,
         lambda x: draw(x.numel() + 1)[1:].view(x.shape),
     ],
@@ -100,6 +103,95 @@ def test_a_gradient_of_another_layout_is_not_taken_for_those_before(
     assert len(anew) == before + 1 and all(x.is_contiguous() for x in found)
     for given in (seen[-LAUNCHES][1], seen[1 - LAUNCHES][3]):
         assert given.data_ptr() % 16 == 0 and given.stride(-1) == 1 and given.shape == out.shape
+
+
+@pytest.mark.parametrize("rows", [A_TILE, MORE_THAN_A_TILE])
+def test_one_node_takes_gradients_of_layouts_that_change(rows: int, seen: Seen, anew: list[int]) -> None:
+    leaves, out = passes(rows=rows)
+    before = len(anew)
+    plain, row = torch.ones_like(out), out.new_ones(out.shape[-1])
+    heads_first = torch.ones_like(out.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    held: list[tuple[Tensor, ...]] = []
+    kept: set[int] = set()
+    for dout in (plain, row.expand_as(out), plain, heads_first, strided(out), plain):
+        seen.clear()
+        found = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        assert [x.shape for x in found] == [x.shape for x in leaves] and all(x.is_contiguous() for x in found)
+        # The kernel of one launch has dO behind V, that of three dK and dV behind the sums.
+        dout_given, *written = (
+            (seen[0][3], *seen[0][6:9]) if rows == A_TILE else (seen[1][3], seen[2][1], *seen[1][7:9])
+        )
+        assert dout_given.shape == out.shape and dout_given.stride(-1) == 1 and bool((dout_given == 1).all())
+        assert [x.data_ptr() for x in written] == [x.data_ptr() for x in found]
+        # Nothing that was returned is written again.
+        assert kept.isdisjoint(x.data_ptr() for x in found)
+        kept |= {x.data_ptr() for x in found}
+        held.append(found)
+    # Plain ones are known each time; the others are new, and those that TMA can address known the second time.
+    assert len(anew) == before + 3
+
+
+@pytest.mark.parametrize("rows", [A_TILE, MORE_THAN_A_TILE])
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_gradients_of_some_of_the_inputs(rows: int, wanted: tuple[int, ...], anew: list[int]) -> None:
+    passes(rows=rows)
+    for _ in range(3):
+        inputs = qkv(rows)
+        leaves = [inputs[i].requires_grad_() for i in wanted]
+        out = flash_attn_func(*inputs)
+        out.backward(torch.ones_like(out))
+        for number, x in enumerate(inputs):
+            assert (x.grad is not None) == (number in wanted)
+        assert all(x.grad.shape == x.shape for x in leaves if x.grad is not None)
+    # The first is not taken for one of which all are wanted.
+    assert len(anew) == 3
+
+
+@pytest.mark.parametrize("rows", [A_TILE, MORE_THAN_A_TILE])
+def test_layers_of_several_kinds_do_not_drive_each_other_out(
+    rows: int, seen: Seen, monkeypatch: pytest.MonkeyPatch, anew: list[int]
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"causal": True},
+        {"softmax_scale": 0.5},
+        {"softmax_scale": 0.25, "deterministic": True},
+        {"softmax_scale": 0.25},
+    ]
+    leaves = [qkv(size, requires_grad=True) for size in (rows, rows + 8)]
+
+    def step() -> list[float]:
+        """The scales that kernels were given."""
+        scales = []
+        for inputs in leaves:
+            for options in kinds:
+                out = flash_attn_func(*inputs, **options)
+                before = len(seen)
+                torch.autograd.grad(out, inputs, torch.ones_like(out))
+                scales.append(seen[before][10] if rows == A_TILE else seen[before + 1][10])
+        return scales
+
+    for _ in range(4):
+        scales = step()
+    assert scales == [0.125, 0.125, 0.5, 0.25, 0.25] * 2
+
+    def searched(*given: Any) -> Any:
+        raise AssertionError("a pass was searched for")
+
+    monkeypatch.setattr(gradients_again.remembered, "find_kept", searched)
+    count = len(anew)
+    assert step() == scales and len(anew) == count
+
+
+def test_scales_that_are_always_others_are_not_kept_for_good(seen: Seen) -> None:
+    leaves = qkv(requires_grad=True)
+    scales = [0.01 * (1 + number) for number in range(3 * gradients_again.KEPT_OPTIONS)]
+    for scale in (*scales, *scales):
+        out = flash_attn_func(*leaves, scale)
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert seen[-1][10] == scale
+    (kinds,) = dense_again.remembered._calls.values()
+    assert 0 < len(kinds[0].call.passes._others) <= gradients_again.KEPT_OPTIONS
 
 
 def test_saved_tensors_that_hooks_change_are_compared(seen: Seen, anew: list[int]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels.backward.step import FEW_KEYS
 from hopper_attention import compile_cache, flash_attn_varlen_func
 from hopper_attention.backward_rules import MANY_KEYS
-from hopper_attention.launch import backward, forward
+from hopper_attention.launch import backward, forward, packed_gradients_again
 from hopper_attention.launch import varlen as varlen_launch
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher
 from hopper_attention.launch.packed_forward import PackedForwardLauncher
@@ -159,3 +159,55 @@ def test_only_long_sequences_have_their_sums_cleared_ahead(
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
         prepare, kernel, _ = ran
         assert prepare.endswith("_clears") == kernel.endswith("_clears") == (bound == MANY_KEYS)
+
+
+def test_layers_of_several_kinds_do_not_drive_each_other_out(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = int32(0, 16, 40)
+    leaves = [torch.zeros(40, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"causal": True},
+        {"softmax_scale": 0.5},
+        {"deterministic": True},
+        {"softmax_scale": 0.25, "deterministic": True},
+        {"cu_seqlens_k": starts.clone()},
+        {"seqused_q": int32(3, 4)},
+        {"max_seqlen_k": MANY_KEYS},
+    ]
+
+    def step() -> list[float]:
+        """The scales that kernels of gradients were given."""
+        scales = []
+        for options in kinds:
+            given: dict[str, Any] = {"cu_seqlens_k": starts, "max_seqlen_k": 30} | options
+            out = flash_attn_varlen_func(*leaves, starts, max_seqlen_q=24, **given)
+            seen.clear()
+            out.backward(torch.ones_like(out), inputs=leaves)
+            scales.append(seen[2][10])
+        return scales
+
+    for _ in range(4):
+        scales = step()
+    assert scales == [0.125, 0.125, 0.5, 0.125, 0.25, 0.125, 0.125, 0.125]
+
+    def searched(*given: Any) -> Any:
+        raise AssertionError("a pass was searched for")
+
+    monkeypatch.setattr(packed_gradients_again.remembered, "find_kept", searched)
+    assert step() == scales
+
+
+def test_lengths_that_hooks_take_apart_are_not_taken_for_one_tensor(seen: Seen) -> None:
+    starts = int32(0, 16, 40)
+    leaves = [torch.zeros(40, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    for taken_apart in (False, False, False, True, True):
+        unpack = torch.clone if taken_apart else torch.Tensor.detach
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            out = flash_attn_varlen_func(*leaves, starts, starts, 24, 24)
+        seen.clear()
+        found = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        assert [x.shape for x in found] == [x.shape for x in leaves]
+        of_keys, prepare, *_ = seen
+        assert torch.equal(of_keys[0], starts) and torch.equal(of_keys[1], starts) and len(prepare) > 7

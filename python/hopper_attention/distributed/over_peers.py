@@ -20,6 +20,7 @@ from hopper_attention.launch.gradients_again import (
     ForGradients,
     GradientOptions,
     differentiate_again,
+    passes_of,
     remember,
 )
 from hopper_attention.masks import MaskSpec
@@ -135,7 +136,7 @@ def differentiate_heads(
     """dq, dk and dv, in ``into``, by what served an earlier call of tensors like these."""
     options = GradientOptions(call.softmax_scale, mask.causal, call.backend, call.deterministic, mask.sides)
     is_plain = dlse is None and not call.softcap
-    if is_plain and differentiate_again(tensors, options, into) is not None:
+    if is_plain and differentiate_again(tensors, passes_of(options), into) is not None:
         return
     dout, q, k, v, out, lse = tensors
     others = call.softmax_scale, mask, Scores.of(call.softcap, None, None), call.backend, call.deterministic

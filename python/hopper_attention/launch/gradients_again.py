@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from hopper_attention.launch.at_once import Given, Script
 from hopper_attention.launch.backward import OneTileLauncher, PreparedLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
 from hopper_attention.layout import TMA_BYTES, new_strides, repairs_for
-from hopper_attention.like_calls import Latest, Remembered, may_be_like
+from hopper_attention.like_calls import Kept, Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.scores import NO_SCORES
 
@@ -140,18 +142,52 @@ class OneTileCall:
         return gradients
 
 
-Kept = GradientCall | OneTileCall
+Served = GradientCall | OneTileCall
 
-remembered: Remembered[Kept] = Remembered(REMEMBERED_CALLS)
+Pass = TypeVar("Pass")
+"""What serves backward passes."""
 
-latest: Latest[Kept] = Latest()
+remembered: Remembered[Served] = Remembered(REMEMBERED_CALLS)
 
-latest_in_order: Latest[Kept] = Latest()
-"""The same where torch.use_deterministic_algorithms asks for equal bits."""
+
+KEPT_OPTIONS = 16
+"""Scales, each with equal bits or without, whose passes one kind of calls knows at most."""
+
+
+class Passes(Generic[Pass]):
+    """The backward passes of calls of one kind and these options. ``latest`` has what served the latest of them, by
+    what of torch's state, and of a pass, decides besides. Each kind of calls has its own, so that layers of several
+    kinds, which take turns in a model, do not drive each other out."""
+
+    __slots__ = ("_others", "latest", "options")
+
+    def __init__(self, options: GradientOptions) -> None:
+        self.options = options
+        self.latest: dict[Hashable, Kept[Pass]] = {}
+        self._others: dict[tuple[float | None, bool], Passes[Pass]] = {}
+
+    def of_others(self, softmax_scale: float | None, deterministic: bool) -> Passes[Pass]:
+        """Those of calls that are alike but for these options. Without a scale, with this one's."""
+        found = self._others.get((softmax_scale, deterministic))
+        if found is not None:
+            return found
+        scale, causal, backend, _, sides = self.options
+        # Calls whose scale is another each time have no use for what is kept.
+        if len(self._others) >= KEPT_OPTIONS:
+            self._others.clear()
+        scale = scale if softmax_scale is None else softmax_scale
+        made: Passes[Pass] = Passes(GradientOptions(scale, causal, backend, deterministic, sides))
+        return self._others.setdefault((softmax_scale, deterministic), made)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def passes_of(options: GradientOptions) -> Passes[Served]:
+    """Of calls of any kind that have these options."""
+    return Passes(options)
 
 
 def differentiate_again(
-    tensors: tuple[Tensor, ...], options: GradientOptions, into: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...], passes: Passes[Served], into: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...] | None:
     """dq, dk and dv, if an earlier backward pass was like this one; else None.
 
@@ -159,15 +195,14 @@ def differentiate_again(
     # With create_graph the gradients would be differentiated.
     if torch.is_grad_enabled() or not may_be_like():
         return None
-    before = latest_in_order if torch.are_deterministic_algorithms_enabled() else latest
-    call = before.find(options, *tensors)
-    if call is None:
-        kept = remembered.find_kept(_key_of(tensors, options), *tensors)
+    in_order = torch.are_deterministic_algorithms_enabled()
+    kept = passes.latest.get(in_order)
+    if kept is None or not kept.is_like(*tensors):
+        kept = remembered.find_kept(_key_of(tensors, passes.options), *tensors)
         if kept is None:
             return None
-        before.keep(options, kept, len(tensors))
-        call = kept.call
-    return call(tensors, into)
+        passes.latest[in_order] = kept
+    return kept.call(tensors, into)
 
 
 def _key_of(tensors: tuple[Tensor, ...], options: GradientOptions) -> tuple[Any, ...]:
@@ -196,7 +231,7 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
     behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
-    call: Kept
+    call: Served
     if isinstance(launcher, OneTileLauncher):
         call = OneTileCall.of(launcher, scale, tensors)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once, backward
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device
-from hopper_attention.launch.gradients_again import ForGradients, GradientOptions
+from hopper_attention.launch.gradients_again import ForGradients, GradientOptions, Passes
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher, no_rows, packed_work_pieces
 from hopper_attention.launch.packed_forward import OF_KEYS
 from hopper_attention.launch.varlen import find_varlen_backward, gradient_problem, is_empty
 from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.lengths import Lengths
-from hopper_attention.like_calls import Latest, Remembered, may_be_like
+from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import Sides, kernel_sides
 from hopper_attention.problem import PackedKeys
 from hopper_attention.scores import NO_SCORES
@@ -69,8 +70,10 @@ class PackedGradientCall:
             script = at_once.make_script(_steps(launcher, config, options, tensors, lengths))
         return cls(launcher, scale, facts, work, script)
 
-    def __call__(self, tensors: ForGradients, lengths: Lengths, sides: Sides) -> tuple[Tensor, ...]:
-        """dq, dk and dv."""
+    def __call__(
+        self, tensors: tuple[Tensor, ...], lengths: Lengths, different: tuple[Tensor, ...], sides: Sides
+    ) -> tuple[Tensor, ...]:
+        """dq, dk and dv; ``tensors`` are those of ``ForGradients``, ``different`` those of the lengths."""
         dout, q, k, v, out, lse = tensors
         index, make = self.launcher.device_index, device_memory.empty_on_gpu
         addresses = dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
@@ -81,7 +84,7 @@ class PackedGradientCall:
         work = device_memory.stream_memory(index, self.work).arguments
         # The counter of a kernel that clears sums itself is the last piece of the work memory.
         counter = () if self.launcher.config.clears_ahead else (device_memory.tile_counter(index),)
-        self.script.run(*(tensors + gradients + work + counter + tuple(lengths.different)))
+        self.script.run(*(tensors + gradients + work + counter + different))
         return gradients
 
 
@@ -115,28 +118,30 @@ def _steps(
 
 remembered: Remembered[PackedGradientCall] = Remembered(REMEMBERED_CALLS)
 
-latest: Latest[PackedGradientCall] = Latest()
 
-latest_in_order: Latest[PackedGradientCall] = Latest()
-"""The same where torch.use_deterministic_algorithms asks for equal bits."""
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def packed_passes_of(options: GradientOptions) -> Passes[PackedGradientCall]:
+    """Of packed calls of any kind that have these options."""
+    return Passes(options)
 
 
 def differentiate_packed_again(
-    tensors: ForGradients, lengths: Lengths, options: GradientOptions
+    tensors: tuple[Tensor, ...], lengths: Lengths, passes: Passes[PackedGradientCall]
 ) -> tuple[Tensor, ...] | None:
-    """dq, dk and dv, if an earlier backward pass was like this one; else None."""
+    """dq, dk and dv, if an earlier backward pass was like this one; else None. ``tensors`` are those of
+    ``ForGradients``."""
     if torch.is_grad_enabled() or 0 in lengths[4:] or not may_be_like():
         return None
-    before = latest_in_order if torch.are_deterministic_algorithms_enabled() else latest
-    of_call, given = options + lengths.pattern + _keys(lengths), (*tensors, *lengths.different)
-    call = before.find(of_call, *given)
-    if call is None:
-        kept = remembered.find_kept(_key_of(tensors, lengths, options), *given)
+    different, options = tuple(lengths.different), passes.options
+    # Tensors of lengths that were saved may come back as others.
+    kind = torch.are_deterministic_algorithms_enabled(), _keys(lengths), lengths.pattern
+    kept = passes.latest.get(kind)
+    if kept is None or not kept.is_like(*tensors, *different):
+        kept = remembered.find_kept(_key_of(tensors, lengths, options), *tensors, *different)
         if kept is None:
             return None
-        before.keep(of_call, kept, len(given))
-        call = kept.call
-    return call(tensors, lengths, options.sides)
+        passes.latest[kind] = kept
+    return kept.call(tensors, lengths, different, options.sides)
 
 
 def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOptions) -> None:
@@ -156,9 +161,10 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
         remembered.keep(key, call, *tensors, *lengths.different)
 
 
-def _key_of(tensors: ForGradients, lengths: Lengths, options: GradientOptions) -> tuple[Any, ...]:
+def _key_of(tensors: tuple[Tensor, ...], lengths: Lengths, options: GradientOptions) -> tuple[Any, ...]:
+    _, q, k, *_ = tensors
     in_order = torch.are_deterministic_algorithms_enabled()
-    return tensors.q.shape, tensors.k.shape, options, lengths.pattern, _keys(lengths), in_order
+    return q.shape, k.shape, options, lengths.pattern, _keys(lengths), in_order
 
 
 def _keys(lengths: Lengths) -> tuple[PackedKeys]:
