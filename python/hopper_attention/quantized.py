@@ -155,7 +155,7 @@ def _check_int(name: str, value: Any, allowed: str, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} is {value!r}, allowed: {allowed}")
     if not least <= value < 2**63:
-        raise ValueError(f"{name} is {value}, allowed: {allowed}")
+        raise ValueError(f"{name} is {value}, allowed: {allowed}, below 2**63")
 
 
 DEFAULT_QUANTIZATION = Fp8Quantization()
