@@ -217,6 +217,16 @@ def python_int(value: Any) -> Any:
     return value if isinstance(value, int) or not isinstance(value, numbers.Integral) else int(value)
 
 
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """``value`` as an int; raise unless it is one, ``least`` or more."""
+    count = python_int(value)
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} is a {type(count).__name__}, {count!r}, allowed: an int")
+    if count < least:
+        raise ValueError(f"{name} is {count}, allowed: {least} or more")
+    return count
+
+
 def check_sm_margin(sm_margin: Any) -> int:
     """``sm_margin`` as an int; raise unless it is one, 0 or more."""
     sm_margin = python_int(sm_margin)
