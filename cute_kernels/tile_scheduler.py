@@ -107,6 +107,10 @@ class TileOrder:
     divisors: tuple[TileDivisors, ...] = ()
     short_tiles: tuple[ShortTiles, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.short_tiles and not self.longest_first:
+            raise ValueError("short_tiles is given and longest_first is False, allowed: True")
+
     @property
     def num_tiles(self) -> Any:
         return self.num_m_blocks * self.num_heads * self.num_batches

@@ -138,6 +138,15 @@ def check_is_dense(name: str, vector: TensorSpec) -> None:
         )
 
 
+def check_can_be_written(name: str, spec: TensorSpec) -> None:
+    """That no two elements of what is written are one in memory, as those of an expanded tensor are."""
+    if any(size > 1 and stride == 0 for size, stride in zip(spec.shape, spec.strides, strict=True)):
+        raise ValueError(
+            f"{name} has shape {tuple(spec.shape)} and strides {tuple(spec.strides)}, allowed: a place in memory for "
+            "each element"
+        )
+
+
 def check_heads(heads: int, kv_heads: int) -> None:
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads and k has {kv_heads}, allowed: a multiple of the heads of k")
@@ -153,12 +162,15 @@ read.
 """
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (float, int, numbers.Real)) and not isinstance(value, bool)
+
+
 def check_scale(softmax_scale: Any) -> float:
     """``softmax_scale`` as a float; raise unless it is a positive finite number."""
     if type(softmax_scale) is float and SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE:
         return softmax_scale
-    is_number = isinstance(softmax_scale, (float, int, numbers.Real)) and not isinstance(softmax_scale, bool)
-    if not is_number:
+    if not _is_number(softmax_scale):
         raise TypeError(
             f"softmax_scale is a {type(softmax_scale).__name__}, {softmax_scale!r}, "
             "allowed: a number, or None for head_dim**-0.5"
@@ -177,24 +189,23 @@ SMALLEST_SOFTCAP, LARGEST_SOFTCAP = 1e-30, 1e30
 
 def check_softcap(softcap: Any) -> float:
     """``softcap`` as a float; raise unless it is 0 or a positive number that float32 can divide scores by."""
-    if isinstance(softcap, bool) or not isinstance(softcap, (float, int, numbers.Real)):
+    if not _is_number(softcap):
         raise TypeError(f"softcap is a {type(softcap).__name__}, {softcap!r}, allowed: a number")
-    cap = float(softcap)
-    if not (cap == 0.0 or SMALLEST_SOFTCAP <= cap <= LARGEST_SOFTCAP):
+    # Before it is a float, which not every int can be.
+    if not (softcap == 0 or SMALLEST_SOFTCAP <= softcap <= LARGEST_SOFTCAP):
         raise ValueError(
             f"softcap is {softcap}, allowed: 0, which is none, or {SMALLEST_SOFTCAP} to {LARGEST_SOFTCAP}"
         )
-    return cap
+    return float(softcap)
 
 
 def check_dropout_p(dropout_p: Any) -> float:
     """``dropout_p`` as a float; raise unless it is a number from 0 on, below 1."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (float, int, numbers.Real)):
+    if not _is_number(dropout_p):
         raise TypeError(f"dropout_p is a {type(dropout_p).__name__}, {dropout_p!r}, allowed: a number")
-    p = float(dropout_p)
-    if not 0.0 <= p < 1.0:
+    if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}, allowed: 0, which drops nothing, or more, below 1")
-    return p
+    return float(dropout_p)
 
 
 def check_backend(backend: Any) -> None:
@@ -206,6 +217,16 @@ def check_backend(backend: Any) -> None:
 def python_int(value: Any) -> Any:
     """``value``, which is an int if it is an integer of another kind, such as NumPy's."""
     return value if isinstance(value, int) or not isinstance(value, numbers.Integral) else int(value)
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    """``value`` as an int; raise unless it is one, ``least`` or more."""
+    count = python_int(value)
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} is a {type(count).__name__}, {count!r}, allowed: an int")
+    if count < least:
+        raise ValueError(f"{name} is {count}, allowed: {least} or more")
+    return count
 
 
 def check_sm_margin(sm_margin: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from enum import Enum
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from hopper_attention.dispatch import Plan
 
 FP8_INPUTS = "float8_e4m3fn"
+MOST_ELEMENTS = 2**60
+"""Of a tensor without memory: its bytes have a number of 64 bits."""
+
 Dtype = Literal["float16", "bfloat16", "float8_e4m3fn"]
 Granularity = Literal["block", "head", "tensor"]
 
@@ -41,7 +45,11 @@ class Sizes:
     head_dim_v: int
 
     def tensors(self, dtype: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the problem, in the mode for tensors without memory."""
+        """q, k and v of the problem, in the mode for tensors without memory.
+
+        Raises:
+            ValueError: one has more elements than torch counts.
+        """
         import torch
 
         keys = self.seqlen_q if self.seqlen_k < 0 else self.seqlen_k
@@ -52,6 +60,11 @@ class Sizes:
             (self.batch, keys, kv_heads, self.head_dim),
             (self.batch, keys, kv_heads, head_dim_v),
         )
+        for name, shape in zip("qkv", shapes, strict=True):
+            if prod(max(size, 1) for size in shape) > MOST_ELEMENTS:
+                raise ValueError(
+                    f"shape of {name} is {shape}, allowed: up to 2**60 elements, which torch counts"
+                )
         q, k, v = (torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape in shapes)
         return q, k, v
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,6 @@ Sustained = Annotated[
         help="Seconds that ours and the best peer also run without a pause, of a few rows; 0: none.",
     ),
 ]
-PlotPath = Annotated[str, typer.Option("--plot", metavar="PATH", help="Draw the result: .png, .svg or .pdf.")]
 Device = Annotated[str, typer.Option(help="A torch device; auto is the first GPU, or the CPU.")]
 Fa3Library = Annotated[
     str, typer.Option(metavar="PATH", help="FlashAttention-3's torch ops, where not installed by pip.")
@@ -38,6 +38,7 @@ Fa3Library = Annotated[
 NO_PLOT = "plot needs matplotlib, which is not installed here; install it with: pip install 'hopper-attention[plot]'"
 NO_FILE = ""
 STDOUT = "-"
+PLOT_ENDINGS = (".png", ".svg", ".pdf")
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -65,6 +66,23 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")
         raise typer.Exit(INTERRUPTED) from None
+
+
+def check_plot(path: str) -> str:
+    """The path of a plot, before anything is measured: one that cannot be drawn would end the command in front of its
+    report."""
+    with one_line_errors():
+        if path != NO_FILE and Path(path).suffix.lower() not in PLOT_ENDINGS:
+            raise ValueError(f"plot is {path!r}, allowed: a file that ends with {', '.join(PLOT_ENDINGS)}")
+        if path != NO_FILE and find_spec("matplotlib") is None:
+            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+    return path
+
+
+PlotPath = Annotated[
+    str,
+    typer.Option("--plot", metavar="PATH", callback=check_plot, help="Draw the result: .png, .svg or .pdf."),
+]
 
 
 def console_for(json_path: str, pipe_width: int = PIPE_WIDTH) -> Console:

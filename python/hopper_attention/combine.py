@@ -159,3 +159,4 @@ def _check_out(out: TensorSpec, partial: TensorSpec, dtype: torch.dtype) -> None
         raise ValueError(f"out has shape {tuple(out.shape)}, allowed: {tuple(partial.shape[1:])}")
     if out.device != partial.device:
         raise ValueError(f"out is on {out.device}, allowed: the device of out_partial, {partial.device}")
+    checks.check_can_be_written("out", out)

@@ -62,9 +62,10 @@ class CorruptEntryError(Exception):
 
 
 def cache_dir() -> Path:
-    """The folder of all cached kernels: ``$HOPPER_ATTENTION_CACHE_DIR``, or the platform's cache folder."""
+    """The folder of all cached kernels: ``$HOPPER_ATTENTION_CACHE_DIR``, where ~ is the home folder, or the platform's
+    cache folder."""
     chosen = os.environ.get(CACHE_DIR_VARIABLE)
-    return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("hopper-attention"))
+    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("hopper-attention"))
 
 
 @lru_cache(maxsize=16)

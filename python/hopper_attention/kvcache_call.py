@@ -160,6 +160,9 @@ def make_call(
     softcap = checks.check_softcap(options.softcap)
     if out is not None:
         check_out(TensorSpec(*out), shape)
+    if shape.has_new:
+        for name, cache in zip(("k_cache", "v_cache"), shape.caches, strict=True):
+            checks.check_can_be_written(name, cache)
     hadamard = checks.check_flag("hadamard", options.hadamard)
     if hadamard:
         check_can_be_rotated(shape)

@@ -530,6 +530,7 @@ def check_out(spec: TensorSpec, shape: CacheShape) -> None:
     checks.check_device("out", spec.device, shape.device)
     if spec.shape[-1] > 1 and spec.strides[-1] != 1:
         raise ValueError(f"out has stride {spec.strides[-1]} in its last dimension, allowed: 1")
+    checks.check_can_be_written("out", spec)
 
 
 def check_can_be_rotated(shape: CacheShape) -> None:

@@ -74,7 +74,7 @@ def _kept(what: tuple[str, int], dtype: torch.dtype, device: torch.device) -> Te
     def make() -> Tensor:
         if kind == "signs":
             return _signs(head_dim)
-        matrix = hadamard_of_blocks(torch.eye(head_dim, dtype=torch.float32))
+        matrix = hadamard_of_blocks(torch.eye(head_dim, dtype=torch.float32, device="cpu"))
         return (_signs(head_dim)[:, None] * matrix).sign().to(dtype)
 
     found = device_memory.constants.get((what, dtype, device), device, make)

@@ -294,7 +294,7 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
         q = torch.empty(4, seqlen_q, model.heads, model.head_dim, **like)
         lengths = torch.empty(4, dtype=torch.int32, device="meta")
         table = torch.empty(4, capacity // page, dtype=torch.int32, device="meta") if page else None
-        sinks = torch.empty(model.heads, device="meta") if model.has_sinks else None
+        sinks = torch.empty(model.heads, dtype=torch.float32, device="meta") if model.has_sinks else None
         for causal, (left, right, chunk) in model.masks:
             if causal:
                 plan = explain_kvcache(

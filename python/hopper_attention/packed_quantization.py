@@ -128,7 +128,7 @@ def quantize_packed_by_torch(
     places_q = RowPlaces.of(lengths.cu_seqlens_q, lengths.seqused_q, q.shape[0])
     places_k = RowPlaces.of(lengths.cu_seqlens_k, lengths.seqused_k, k.shape[0])
     of_q, of_k = (places_q, lengths.cu_seqlens_q), (places_k, lengths.cu_seqlens_k)
-    mean_v = torch.empty(0, device=q.device)
+    mean_v = torch.empty(0, dtype=torch.float32, device=q.device)
     if c.smooth_v and v.shape[0]:
         mean_v = packed_mean_worth_subtracting(v, lengths)
         v = v.float() - mean_v[places_k.sequence]
@@ -257,7 +257,7 @@ def from_packed_descales(
     batch, kv_heads = lengths.cu_seqlens_q.shape[0] - 1, k.shape[1]
 
     def per_sequence(name: str, descale: Tensor | None, data: Tensor) -> PackedQuantizedTensor:
-        scale = torch.ones(data.shape[1], batch + 1, device=data.device)
+        scale = torch.ones(data.shape[1], batch + 1, dtype=torch.float32, device=data.device)
         if descale is not None:
             _check_descale(name, descale, data.device, (batch, kv_heads))
             scale[:, :batch] = descale.t().repeat_interleave(data.shape[1] // kv_heads, 0)

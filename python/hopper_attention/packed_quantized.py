@@ -23,6 +23,7 @@ from hopper_attention.quantized import (
     QuantizedTensor,
     TransposedV,
     check_mean_v,
+    no_numbers,
     padded_keys,
 )
 from hopper_attention.reference.tiles import Span
@@ -214,7 +215,7 @@ class PackedQuantizedQKV:
     lengths: Lengths
     quantization: Fp8Quantization
     dtype: torch.dtype
-    mean_v: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    mean_v: torch.Tensor = field(default_factory=no_numbers)
 
     def __post_init__(self) -> None:
         q, k = TensorSpec.of(self.q.data), TensorSpec.of(self.k.data)

@@ -108,7 +108,8 @@ def quantize_with(
     """What ``run`` makes of tensors that passed ``check_sources``, with its options; ``block_k`` is a number.
     ``find_mean_v`` is ``mean_worth_subtracting``, by PyTorch or by the kernel."""
     means = means_of(k, v, quantization, find_mean_v)
-    shift = lost_scores(q, means.k) if means.k.numel() else torch.empty(0, device=q.device)
+    nothing = torch.empty(0, dtype=torch.float32, device=q.device)
+    shift = lost_scores(q, means.k) if means.k.numel() else nothing
     parts = run(q, k, v, quantization, means)
     return QuantizedQKV(*parts, quantization=quantization, dtype=q.dtype, shift=shift, mean_v=means.v)
 
@@ -212,7 +213,7 @@ def means_of(
     find_mean_v: Callable[[torch.Tensor], torch.Tensor] = mean_worth_subtracting,
 ) -> Means:
     """What ``quantization`` subtracts from k and v; nothing where there are no keys."""
-    nothing = torch.empty(0, device=k.device)
+    nothing = torch.empty(0, dtype=torch.float32, device=k.device)
     if not k.shape[1]:
         return Means(nothing, nothing)
     return Means(

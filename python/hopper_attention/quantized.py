@@ -155,7 +155,7 @@ def _check_int(name: str, value: Any, allowed: str, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} is {value!r}, allowed: {allowed}")
     if not least <= value < 2**63:
-        raise ValueError(f"{name} is {value}, allowed: {allowed}")
+        raise ValueError(f"{name} is {value}, allowed: {allowed}, below 2**63")
 
 
 DEFAULT_QUANTIZATION = Fp8Quantization()
@@ -294,6 +294,11 @@ def _check_scale_shape(scale: torch.Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"scale has shape {tuple(scale.shape)}, allowed for this data: {expected}")
 
 
+def no_numbers() -> torch.Tensor:
+    """What has no elements where something may have some."""
+    return torch.empty(0, dtype=torch.float32, device="cpu")
+
+
 class MadeOnDemand(Protocol):
     """``parts_memory.PartsLayout``, which makes tensors in the memory of two."""
 
@@ -322,8 +327,8 @@ class QuantizedQKV:
     v: QuantizedTensor | TransposedV
     quantization: Fp8Quantization
     dtype: torch.dtype
-    shift: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    mean_v: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    shift: torch.Tensor = field(default_factory=no_numbers)
+    mean_v: torch.Tensor = field(default_factory=no_numbers)
 
     @classmethod
     def unchecked(

@@ -138,7 +138,7 @@ def from_descales(
 
     def per_head(name: str, descale: torch.Tensor | None, data: torch.Tensor) -> QuantizedTensor:
         if descale is None:
-            descale = torch.ones(shape.batch, shape.kv_heads, device=data.device)
+            descale = torch.ones(shape.batch, shape.kv_heads, dtype=torch.float32, device=data.device)
         if descale.dtype != torch.float32:
             raise TypeError(f"{name} has dtype {descale.dtype}, allowed: torch.float32")
         if descale.shape != (shape.batch, shape.kv_heads):

@@ -53,7 +53,8 @@ def _constant(
 
 def _draw_signs(head_dim: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return 2.0 * torch.randint(0, 2, (head_dim,), generator=generator, device="cpu") - 1.0
+    # Not times 2.0, which makes them what torch's default dtype is.
+    return (2 * torch.randint(0, 2, (head_dim,), generator=generator, device="cpu") - 1).float()
 
 
 def _draw_masks(head_dim: int, seed: int) -> torch.Tensor:
@@ -140,5 +141,6 @@ def _matrix_back(head_dim: int, seed: int, device: torch.device) -> torch.Tensor
 
 def _draw_back(head_dim: int, seed: int) -> torch.Tensor:
     """H diag(signs): Hadamard matrices are symmetric, the signs their own inverse."""
-    blocks = [_hadamard(torch.eye(size)) for size in hadamard_blocks(head_dim)]
+    units = (torch.eye(size, dtype=torch.float32, device="cpu") for size in hadamard_blocks(head_dim))
+    blocks = [_hadamard(unit) for unit in units]
     return torch.block_diag(*blocks) * _draw_signs(head_dim, seed)

@@ -108,6 +108,26 @@ def test_short_tiles_come_behind_all_sections(m_blocks, per_section):
     assert long == [place for place in all_tiles if place[0] >= m_blocks]
 
 
+def test_short_tiles_are_those_of_an_order_that_begins_with_the_longest():
+    with pytest.raises(ValueError, match=r"^short_tiles is given and longest_first is False, allowed: True"):
+        TileOrder(5, 6, 2, 3, longest_first=False, short_tiles=(ShortTiles(2, 12),))
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("kv_heads,batch", [(1, 1), (3, 5), (16, 7)])
+@pytest.mark.parametrize("seqlens", [(1, 1), (4099, 4099), (8192, 1), (700, 40000), (3000, 2**31 - 1)])
+def test_the_order_of_any_problem_has_each_tile_once(seqlens, kv_heads, batch, group):
+    """As the host makes it at head_dim 256, tiles have 128 queries."""
+    m_blocks, heads = -(-seqlens[0] // 128), kv_heads * group
+    per_section = heads_per_section(1024, seqlens[1], kv_heads * batch) * group
+    short = ShortTiles(short_m_blocks(1024, seqlens, kv_heads * batch, 128), heads * batch)
+    order = TileOrder(m_blocks, heads, batch, per_section, longest_first=True, short_tiles=(short,))
+    order = replace(order, divisors=(order.numbers_to_divide_by(group),))
+    assert all(1 <= number < 2**31 for number in order.divisors[0])
+    visited = {order.coordinates(tile) for tile in range(order.num_tiles)}
+    assert visited == set(itertools.product(range(m_blocks), range(heads), range(batch)))
+
+
 @pytest.mark.parametrize(
     "bytes_per_key,seqlens,kv_heads,expected",
     [

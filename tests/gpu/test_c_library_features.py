@@ -31,7 +31,7 @@ from tests.c_library import (
     PagedParams,
     VarlenParams,
 )
-from tests.gpu.c_calls import DTYPES, Call, argument, assert_same, dense_call
+from tests.gpu.c_calls import DTYPES, Call, argument, assert_same, dense_call, require
 
 pytestmark = pytest.mark.gpu
 
@@ -56,9 +56,7 @@ def draw_scores(names: tuple[str, ...], heads: int, batch: int) -> tuple[dict[st
 
 def run_single(library: Library, params: Any) -> None:
     """A call without a workspace, or a skip."""
-    kernel = library.kernel_of(params)
-    if not library.kernels().get(kernel, False):
-        pytest.skip(f"the library was built without {kernel}")
+    require(library, library.kernel_of(params))
     params.stream = torch.cuda.current_stream().cuda_stream
     assert library.run(params) == c.SUCCESS, library.message
 

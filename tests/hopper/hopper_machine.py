@@ -130,7 +130,7 @@ class Cta:
 
     ``older`` are buffers as a relaxed load finds them, where what is there is not settled. ``arriving`` are copies
     under way to it. ``cluster`` are the CTAs of its cluster by rank, ``cluster_arrivals`` how
-    often each warp has arrived at their barrier.
+    often each warp has arrived at their barrier. ``asked`` are the addresses whose lines of L2 it has asked for.
     """
 
     parameters: dict[str, Any]
@@ -148,6 +148,7 @@ class Cta:
     rank: int = 0
     cluster_arrivals: dict[int, int] = field(default_factory=dict)
     older: dict[int, np.ndarray] = field(default_factory=dict)
+    asked: list[int] = field(default_factory=list)
     has_ended: bool = False
 
     def locate(self, address: int) -> tuple[Cta, int]:

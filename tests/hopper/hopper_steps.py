@@ -30,7 +30,7 @@ HALF = np.uint32(16)
 UPPER_HALF = np.uint32(0xFFFF0000)
 
 NOTHING = (
-    "wgmma.fence", "fence.mbarrier_init", "fence.acq_rel.", "prefetch.", "setmaxnreg.", "membar", "bar.warp.sync",
+    "wgmma.fence", "fence.mbarrier_init", "fence.acq_rel.", "setmaxnreg.", "membar", "bar.warp.sync",
     "nanosleep", "griddepcontrol.", "cp.async.bulk.prefetch.",
 )  # fmt: skip
 

@@ -111,6 +111,19 @@ def _store_global(names: list[str], base: str, offset: int, size: int) -> Step:
     return step
 
 
+def prefetch(name: str, ops: list[str]) -> Step:
+    """Of a line of L2, or of the description of a tensor, which is no memory here."""
+    base, offset = address_of(ops[0])
+
+    def step(warp: Warp, mask: np.ndarray) -> None:
+        if name == "prefetch.global.L2":
+            addresses = warp.get(base, np.uint64)[mask] + np.uint64(offset)
+            assert sum(len(which) for _, which, _ in warp.cta.places(addresses, 1)) == len(addresses)
+            warp.cta.asked += addresses.tolist()
+
+    return step
+
+
 def atom(name: str, ops: list[str]) -> Step:
     base, offset = address_of(ops[1])
 
@@ -142,4 +155,4 @@ def red(name: str, ops: list[str]) -> Step:
     return step
 
 
-MEMORY_STEPS = {"ld": load_or_store, "st": load_or_store, "atom": atom, "red": red}
+MEMORY_STEPS = {"ld": load_or_store, "st": load_or_store, "prefetch": prefetch, "atom": atom, "red": red}

@@ -154,6 +154,7 @@ BAD_OPTIONS = [
     (call(attention_chunk=0.5), TypeError, "attention_chunk is a float, 0.5, allowed: an int"),
     (call(softcap="no"), TypeError, "softcap is a str, 'no', allowed: a number"),
     (call(softcap=-1.0), ValueError, "softcap is -1.0, allowed: 0, which is none, or 1e-30 to 1e+30"),
+    (call(softcap=10**400), ValueError, "softcap is 10000"),
     (call(softcap=math.nan), ValueError, "softcap is nan, allowed: 0, which is none"),
     (call(softcap=math.inf), ValueError, "softcap is inf, allowed: 0, which is none"),
     (call(num_splits=-1), ValueError, "num_splits is -1, allowed: 0 or more"),

@@ -62,7 +62,9 @@ from tests.c_problems import (
     specs_of,
     without_scores,
 )
+from tests.gpu import c_calls
 from tests.gpu.c_calls import KERNELS
+from tests.gpu.test_c_library import DENSE
 
 pytestmark = pytest.mark.skipif(not c.COMPILER, reason="there is no C compiler here")
 
@@ -529,8 +531,15 @@ def test_the_kernels_are_listed_and_none_is_built(library: Library) -> None:
     assert library.c.ha_version().decode() in c_tables.constants_header()
 
 
-def test_kernels_that_gpu_tests_link_are_there() -> None:
-    assert len(c_library.chosen_kernels(KERNELS)) > 30
+def test_kernels_that_gpu_tests_ask_for_are_linked(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    linked, asked = {config.name for config in c_library.chosen_kernels(KERNELS)}, set()
+    monkeypatch.setattr(c_calls, "require", lambda library, kernel: asked.add(kernel) or pytest.skip())
+    for dtype, (batch, _), (rows, keys), (heads, kv_heads), head_dim, causal, (left, right) in DENSE:
+        q = torch.empty(batch, rows, heads, head_dim, dtype=dtype)
+        k = torch.empty(batch, keys, kv_heads, head_dim, dtype=dtype)
+        with pytest.raises(pytest.skip.Exception):
+            c_calls.dense_call(library, q, k, k, causal=causal, window_left=left, window_right=right)
+    assert len(linked) > 50 and len(asked) == 6 and asked <= linked
 
 
 def test_sets_of_kernels() -> None:

@@ -251,6 +251,12 @@ def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
         (("bench", "--device", "cuda:99"), "device is 'cuda:99', allowed"),
         (("explain", "--capability", "nine"), "capability is 'nine', allowed: major.minor"),
         (("explain", "--head-dim", 7, "--device", "cpu"), "7"),
+        (("explain", "--head-dim", 10**20), f"shape of q is (1, 4096, 16, {10**20}), allowed: up to 2**60"),
+        (
+            ("explain", "--batch", 10**9, "--seqlen-k", 10**9),
+            "shape of k is (1000000000, 1000000000, 16, 128)",
+        ),
+        (("explain", "--fp8", "--block-q", 10**20), f"block_q is {10**20}, allowed: 1 or more, below 2**63"),
         (("explain", "--granularity", "head"), "granularity is head without --fp8, allowed: with --fp8"),
         (("explain", "--no-rotate"), "rotate is False without --fp8, allowed: with --fp8"),
         (("explain", "--fp8", "--dtype", "float8_e4m3fn"), "dtype is float8_e4m3fn with --fp8, allowed"),
@@ -263,6 +269,15 @@ def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
         ),
         (("bench", "--device", "cpu"), "device is cpu, allowed there: small ones"),
         (("bench", "--device", "cpu", "--shapes", "big"), "shape is 'big', allowed"),
+        (("bench", "--device", "cpu", "--shapes", "bf16-b0-s64-h1-d64-full"), "allowed: sizes above 0"),
+        (
+            ("bench", "--device", "cpu", "--shapes", "bf16-b1-s64-h1-d64-full", "--budget", "nan"),
+            "budget_s is nan",
+        ),
+        (
+            ("rmse", "--seqlen", 0, "--plot", "x.txt"),
+            "plot is 'x.txt', allowed: a file that ends with .png, .svg",
+        ),
         (("info", "--json", "/dev/null/x.json"), "/dev/null"),
     ],
 )

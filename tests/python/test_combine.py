@@ -104,6 +104,11 @@ OUT, LSE = torch.zeros(3, 2, 5, 4, 24), torch.zeros(3, 2, 5, 4)
         ({"out_dtype": torch.float64}, TypeError, "out_dtype is torch.float64, allowed: torch.float32"),
         ({"out": OUT[0].half(), "out_dtype": torch.bfloat16}, TypeError, "out has dtype torch.float16, allowed: out"),
         ({"out": OUT[0, 0]}, ValueError, "out has shape (5, 4, 24), allowed: (2, 5, 4, 24)"),
+        (
+            {"out": OUT[0, :1].expand(2, 5, 4, 24)},
+            ValueError,
+            r"out has shape (2, 5, 4, 24) and strides (0, 96, 24, 1), allowed: a place in memory",
+        ),
         ({"out": OUT[0].to("meta")}, ValueError, "out is on meta, allowed: the device of out_partial, cpu"),
         ({"return_lse": 2}, ValueError, "return_lse is 2, allowed: True or False"),
         ({"out_partial": OUT.clone().requires_grad_()}, NotImplementedError, "requires a gradient: merging has none"),

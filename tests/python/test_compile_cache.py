@@ -164,6 +164,9 @@ def refuse(config: ForwardConfig) -> bytes:
 def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOPPER_ATTENTION_CACHE_DIR", str(tmp_path / "mine"))
     assert compile_cache.cache_dir() == tmp_path / "mine"
+    # As files of settings have it, which no shell reads.
+    monkeypatch.setenv(compile_cache.CACHE_DIR_VARIABLE, "~/mine")
+    assert compile_cache.cache_dir() == Path.home() / "mine"
     assert compile_cache.cached_kernels() == ()
     monkeypatch.delenv("HOPPER_ATTENTION_CACHE_DIR")
     assert compile_cache.cache_dir().name == "hopper-attention"

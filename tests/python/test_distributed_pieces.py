@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +138,34 @@ def test_in_a_causal_zigzag_all_at_once_is_two_calls() -> None:
     assert of_rows[3] == [((0, 16), (0, 24))]
     of_keys = [[(g.rows, g.keys) for g in steps_of(p, r, True, True)[0].groups] for r in range(4)]
     assert of_keys[1] == [((0, 16), (0, 8)), ((8, 16), (8, 40))]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: explain_context_parallel(0, 64, 4, 2, 64), "world is 0, allowed: 1 or more"),
+        (lambda: explain_context_parallel(-2, 64, 4, 2, 64), "world is -2, allowed: 1 or more"),
+        (lambda: explain_context_parallel(2, -64, 4, 2, 64), "seqlen is -64, allowed: 0 or more"),
+        (lambda: explain_context_parallel(2, 64, 4, 0, 64), "kv_heads is 0, allowed: 1 or more"),
+        (lambda: explain_context_parallel(2, 64, 3, 2, 64), "q has 3 heads and k has 2, allowed: a multiple"),
+        (lambda: explain_context_parallel(2, 64, 4, 2, 0), "head_dim is 0, allowed: 1 or more"),
+        (lambda: explain_context_parallel(2, 64, 4, 2, 64, batch=0), "batch is 0, allowed: 1 or more"),
+        (lambda: explain_context_parallel(2, 64, 4, 2, 64, ulysses=0), "ulysses is 0, allowed: 1 or more"),
+        (lambda: explain_context_parallel(4, 64, 4, 2, 64, ulysses=3), "ulysses is 3, allowed: a divisor"),
+        (lambda: explain_context_parallel(2, 64.0, 4, 2, 64), "seqlen is a float, 64.0, allowed: an int"),
+        (lambda: Machine(tflops=0), "tflops is 0, allowed: above 0"),
+        (lambda: Machine(gbytes_per_s=math.nan), "gbytes_per_s is nan, allowed: above 0"),
+        (lambda: Machine(latency_us=-1.0), "latency_us is -1.0, allowed: 0 or more"),
+        (lambda: shard_zigzag(torch.arange(16), 0, 4), r"dim is 1, allowed with x of shape \(16,\): below 1"),
+        (lambda: shard_zigzag(torch.arange(16), 0, 4, -2), "dim is -2, allowed: -1 or more"),
+        (lambda: shard_zigzag([1], 0, 4, 0), "x is a list, allowed: a torch.Tensor"),
+        (lambda: shard_zigzag(torch.arange(16), 4, 4, 0), "rank is 4, allowed: 0 to 3"),
+        (lambda: unshard_zigzag(torch.arange(16), 0, 0), "world is 0, allowed: 1 or more"),
+    ],
+)
+def test_what_cannot_be_planned_or_cut_is_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        call()
 
 
 def test_under_a_window_only_neighbours_talk() -> None:

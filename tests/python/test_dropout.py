@@ -249,6 +249,7 @@ def test_packed_forms() -> None:
         (1.0, ValueError, "dropout_p is 1.0, allowed: 0, which drops nothing, or more, below 1"),
         (-0.1, ValueError, "dropout_p is -0.1, allowed"),
         (math.nan, ValueError, "dropout_p is nan, allowed"),
+        (-(10**400), ValueError, "dropout_p is -10000"),
         ("0.1", TypeError, "dropout_p is a str, '0.1', allowed: a number"),
         (None, TypeError, "dropout_p is a NoneType, None, allowed: a number"),
         (True, TypeError, "dropout_p is a bool, True, allowed: a number"),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytest.importorskip("tomllib", reason="Python reads TOML from 3.11 on")
+
 from benchmarks.environments import _link, make_environment, requirements_of
 from benchmarks.first_results import PAGES, ROOT
 

@@ -70,6 +70,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "k_cache has stride 2 in its last dimension, allowed: 1",
     ),
+    (
+        {"v_cache": zeros(1, 4, 2, 24).expand(21, 4, 2, 24)},
+        ValueError,
+        "v_cache has shape (21, 4, 2, 24) and strides (0, 48, 24, 1), allowed: a place in memory for each element",
+    ),
     ({"k_cache": zeros(0, 4, 2, 32), "v_cache": zeros(0, 4, 2, 24)}, ValueError, "k_cache has no pages"),
     (
         {"k_cache": zeros(21, 0, 2, 32), "v_cache": zeros(21, 0, 2, 24)},
@@ -232,6 +237,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "out has dtype torch.float8_e4m3fn, allowed with q of torch.bfloat16: torch.bfloat16",
     ),
     ({"out": zeros(9, 24, 4).mT}, ValueError, "out has stride 4 in its last dimension, allowed: 1"),
+    (
+        {"out": zeros(1, 4, 24).expand(9, 4, 24)},
+        ValueError,
+        "out has shape (9, 4, 24) and strides (0, 24, 1), allowed: a place in memory for each element",
+    ),
     ({"backend": "cutlass"}, ValueError, "backend is 'cutlass'"),
     ({"backend": "hopper"}, ValueError, "backend is 'hopper', but cpu is not an NVIDIA GPU"),
     (

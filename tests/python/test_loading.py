@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from hopper_attention import __main__ as command
+from hopper_attention import cli_parts
 from hopper_attention.cli_parts import one_line_errors
 
 HEAVY = (
@@ -64,5 +65,10 @@ def test_a_plot_says_what_it_lacks(capsys: pytest.CaptureFixture[str]) -> None:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.axes")
     assert caught.value.exit_code == 2
     assert capsys.readouterr().err.endswith("install it with: pip install 'hopper-attention[plot]'\n")
+    with pytest.raises(typer.Exit), pytest.MonkeyPatch.context() as patch:
+        # Before anything is measured.
+        patch.setattr(cli_parts, "find_spec", lambda name: None)
+        cli_parts.check_plot("x.png")
+    assert "hopper-attention[plot]" in capsys.readouterr().err
     with pytest.raises(ModuleNotFoundError), one_line_errors():
         raise ModuleNotFoundError("No module named 'x'", name="x")

@@ -236,13 +236,21 @@ def explain_context_parallel(
     Needs no process group and no GPU, and computes nothing. ``machine`` is what the model knows of the hardware.
     With ``ulysses`` above 1 it is the plan of a mesh of world / ulysses places with so many ranks each: ``machine`` has
     the links between places then, and ``inside`` those in one.
+
+    Raises:
+        ValueError, TypeError: an argument is not allowed.
     """
+    counts = {"world": world, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch": batch}
+    width = head_dim if head_dim_v is None else head_dim_v
+    for name, count in (counts | {"head_dim_v": width, "ulysses": ulysses}).items():
+        checks.check_count(name, count)
+    checks.check_count("seqlen", seqlen, 0)
+    checks.check_heads(heads, kv_heads)
     options = Options(causal=causal, window_size=window_size, layout=layout)
-    if ulysses < 1 or world % ulysses:
+    if world % ulysses:
         raise ValueError(f"ulysses is {ulysses}, allowed: a divisor of the {world} ranks")
     problem = Problem(world // ulysses, seqlen, seqlen, layout, *options.sides)
-    width = head_dim if head_dim_v is None else head_dim_v
-    sizes = Sizes(batch, heads, kv_heads, head_dim, width, 1 if fp8 else 2)
+    sizes = Sizes(batch, heads, kv_heads, head_dim, width, 1 if checks.check_flag("fp8", fp8) else 2)
     if ulysses > 1:
         return plan_mesh(problem, ulysses, sizes, (machine, inside))
     return plan(problem, sizes, machine)

@@ -96,6 +96,14 @@ class Machine:
     step_us: float = 200.0
     host_gpus: int = 8
 
+    def __post_init__(self) -> None:
+        for name in ("tflops", "gbytes_per_s", "memory_gbytes_per_s", "sms", "host_gpus"):
+            if not getattr(self, name) > 0:  # nor is NaN
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed: above 0")
+        for name in ("latency_us", "room_gbytes", "step_us"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, allowed: 0 or more")
+
     def compute_s(self, flops: float) -> float:
         return flops / (self.tflops * 1e12)
 

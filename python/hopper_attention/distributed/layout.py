@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from hopper_attention.checks import check_are_tensors, check_count
 from hopper_attention.reference.tiles import Span
 
 CONTIGUOUS = "contiguous"
@@ -35,7 +36,7 @@ def check_divides(seqlen: int, world: int, layout: str, name: str = "seqlen") ->
         ValueError: the sequence cannot be cut into so many equal chunks.
     """
     check_layout(layout)
-    chunks = world * CHUNKS_A_RANK[layout]
+    chunks = check_count("world", world) * CHUNKS_A_RANK[layout]
     if seqlen % chunks:
         raise ValueError(
             f"{name} is {seqlen}, allowed with {world} ranks and layout {layout!r}: multiples of {chunks}; "
@@ -58,18 +59,25 @@ def spans_of(rank: int, world: int, seqlen: int, layout: str) -> tuple[Span, ...
     return tuple(Span(i * chunk, (i + 1) * chunk) for i in chunk_numbers(rank, world, layout))
 
 
+def _length(x: Tensor, dim: int) -> int:
+    """Of the sequence, which is dimension ``dim``."""
+    check_are_tensors(x=x)
+    if not -x.dim() <= check_count("dim", dim, -x.dim()) < x.dim():
+        raise ValueError(f"dim is {dim}, allowed with x of shape {tuple(x.shape)}: below {x.dim()}")
+    return x.shape[dim]
+
+
 def shard(x: Tensor, rank: int, world: int, layout: str, dim: int = 1) -> Tensor:
     """The part of a rank of a whole tensor, whose dimension ``dim`` is the sequence; a view where it can be."""
-    spans = spans_of(rank, world, x.shape[dim], layout)
+    spans = spans_of(rank, world, _length(x, dim), layout)
     return join([x.narrow(dim, span.start, span.stop - span.start) for span in spans], dim)
 
 
 def unshard(x: Tensor, world: int, layout: str, dim: int = 1) -> Tensor:
     """The whole tensor in the order of positions, from the parts of all ranks one after another along ``dim``."""
+    chunk = check_divides(_length(x, dim), world, layout)
     if world == 1 or layout == CONTIGUOUS:
-        check_divides(x.shape[dim], world, layout)
         return x
-    chunk = check_divides(x.shape[dim], world, layout)
     held = [number for rank in range(world) for number in chunk_numbers(rank, world, layout)]
     places = sorted(range(len(held)), key=held.__getitem__)
     return join([x.narrow(dim, place * chunk, chunk) for place in places], dim)
@@ -79,7 +87,7 @@ def shard_zigzag(x: Tensor, rank: int, world: int, dim: int = 1) -> Tensor:
     """Chunks ``rank`` and 2 ``world`` - 1 - ``rank`` of the 2 ``world`` that dimension ``dim`` is cut into.
 
     Raises:
-        ValueError: the length of the dimension is no multiple of 2 ``world``, or ``rank`` is none.
+        ValueError: the length of the dimension is no multiple of 2 ``world``, or there is no such rank or dimension.
     """
     return shard(x, rank, world, ZIGZAG, dim)
 

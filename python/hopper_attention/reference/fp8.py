@@ -88,7 +88,7 @@ def _forward(
     of_rows = row_scale(q.scale, q.block, shape.seqlen_q) * scale_log2
     q_scale = fold_heads(of_rows, shape.kv_heads, torch.float32)
     mask = Mask(shape.seqlen_q, shape.seqlen_k, causal, *window)
-    out = torch.zeros(*q_rows.shape[:-1], shape.head_dim_v, device=q_rows.device)
+    out = q_rows.new_zeros(*q_rows.shape[:-1], shape.head_dim_v)
     lse = q_rows.new_full(q_rows.shape[:-1], -torch.inf)
     if shape.seqlen_k == 0:
         return unfold_heads(out, out_dtype), lse.flatten(1, 2)

@@ -93,7 +93,7 @@ class TracedFunctions(NoFunctions):
         f = self.captured.functions
         if not f.has_mask:
             return visible
-        s, like = self.places.shape, torch.empty((), device=self.places.device)
+        s, like = self.places.shape, torch.empty((), dtype=torch.float32, device=self.places.device)
         seen = self._value(f, f.mask, like, rows, cols)
         seen = seen.expand(s.batch, s.kv_heads, s.group * (rows.stop - rows.start), cols.stop - cols.start)
         return seen if visible is None else seen & visible

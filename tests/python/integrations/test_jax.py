@@ -193,6 +193,17 @@ def test_vmap_adds_to_the_batch() -> None:
         assert np.array_equal(actual.reshape(other.shape), other)
 
 
+def test_vmap_over_no_samples() -> None:
+    q, k, v = (x[:, None][:0] for x in draw())
+    gradient = jax.grad(lambda *x: flash_attention(*x)[..., 0].sum(), (0, 1, 2))
+    assert jax.vmap(flash_attention)(q, k, v).shape == (0, 1, 5, 4, 8)
+    assert [x.shape for x in jax.vmap(gradient, in_axes=(0, None, None))(q, k[:0].sum(0), v[:0].sum(0))] == [
+        q.shape,
+        (0, *k.shape[1:]),
+        (0, *v.shape[1:]),
+    ]
+
+
 def test_vmap_twice_of_some_arguments_at_another_axis() -> None:
     q, k, v = draw(batch=6)
     several = jnp.moveaxis(q.reshape(3, 2, 1, *q.shape[1:]), 1, 4)

@@ -82,7 +82,7 @@ def parse_problem(text: str) -> Problem:
     """Read a name such as ``bf16-b4-s8192-h16-hk4-d128-causal``; sk, hk and dv default to s, h and d.
 
     Raises:
-        ValueError: a part is missing or is not one of those.
+        ValueError: a part is missing or is not one of those, or a size is 0.
     """
     sizes: dict[str, int] = {}
     words: list[str] = []
@@ -100,6 +100,8 @@ def parse_problem(text: str) -> Problem:
             f"shape is {text!r}, allowed: names such as bf16-b4-s8192-h16-d128-causal (sk, hk, dv optional), "
             f"a dtype of {', '.join(SHORT_DTYPES)}, and causal or full"
         )
+    if 0 in sizes.values():
+        raise ValueError(f"shape is {text!r}, allowed: sizes above 0, since nothing takes no time")
     return Problem(
         dtype=dtypes[0],
         batch=sizes["b"],

@@ -166,7 +166,7 @@ class Effort:
     budget_s: float = 150.0
 
     def __post_init__(self) -> None:
-        if self.measure_s <= 0 or self.budget_s <= 0:
+        if not (self.measure_s > 0 and self.budget_s > 0):  # of NaN neither is true
             raise ValueError(f"measure_s is {self.measure_s}, budget_s is {self.budget_s}, allowed: above 0")
         if not 1 <= self.min_rounds <= self.max_rounds:
             raise ValueError(

@@ -261,8 +261,8 @@ def batched(function: Callable[..., Any]) -> Callable[..., Any]:
         for x, has_axis in zip(arrays, is_mapped, strict=True):
             each = x if has_axis else jnp.broadcast_to(x, (axis_size, *x.shape))
             folded.append(each.reshape(axis_size * each.shape[1], *each.shape[2:]))
-        results = mapped(*folded)
-        unfolded = tuple(x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]) for x in results)
+        batch = arrays[0].shape[1] if is_mapped[0] else arrays[0].shape[0]
+        unfolded = tuple(x.reshape(axis_size, batch, *x.shape[1:]) for x in mapped(*folded))
         return unfolded, (True,) * len(unfolded)
 
     return mapped
