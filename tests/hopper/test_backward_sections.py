@@ -5,6 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileOrder, TurnedTileOrder
@@ -13,6 +14,9 @@ from hopper.backward.batch import DenseBatch
 from hopper.backward.config import select_backward_config
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
 from hopper.backward.work import BackwardWork
+from hopper_attention.reference import attention_naive
+from tests.hopper.on_numpy import backward_on_numpy
+from tests.hopper.test_kernels_on_numpy import EPSILON, LATE, draw
 
 
 def heads_of_section(
@@ -91,6 +95,22 @@ def test_heads_whose_order_is_another_at_the_end() -> None:
             views = (SimpleNamespace(shape=(length, head_dim, count, b)) for count in (heads, heads // group))
             found.setdefault(head_dim, []).append(batch.late_heads(*views))
     assert found == {128: [64, 32, 32, 16, 8, 4, 32, 8, 4, 0, 0], 64: [64, 32, 32, 16, 8, 0, 32, 8, 4, 0, 16]}
+
+
+@pytest.mark.parametrize("head_dim,late_heads", [(128, 1), (64, 2)])
+def test_gradients_where_the_last_heads_have_another_order(head_dim, late_heads, monkeypatch) -> None:
+    """One of two heads, and all, on the NumPy machine."""
+    monkeypatch.setattr(DenseBatch, "late_heads", lambda *_: late_heads)
+    config = select_backward_config("bfloat16", head_dim, head_dim, True, ordered=True)
+    inputs = draw(torch.bfloat16, (200, 330), (4, 2), head_dim)
+    leaves = [x.double().requires_grad_() for x in inputs]
+    out, lse = attention_naive(*leaves, causal=True)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = torch.autograd.grad(out, leaves, dout.double())
+    rounded, lse = out.detach().bfloat16(), lse.detach().float()
+    ours = backward_on_numpy(config, (dout, *inputs), rounded, lse, head_dim**-0.5, LATE)
+    for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
+        assert (a.double() - e).norm() <= EPSILON[torch.bfloat16] * e.norm(), name
 
 
 def test_tails_of_any_order() -> None:
