@@ -216,6 +216,54 @@ class TailedTileOrder:
         return n_block, head_batch % self.num_heads, head_batch // self.num_heads
 
 
+@dataclass(frozen=True)
+class TurnedTileOrder:
+    """Bijection from tile number to (n_block, head, batch), where a head's tiles get shorter towards its end and take
+    turns at what they walk over.
+
+    Heads come in sections of ``heads_per_section``, which have their last tiles one behind the other, then those before
+    them: from the shortest on, each of which is the first at its walk and waits for none. Of the last ``tail_heads``
+    the longest come first, and each waits for the one before it: so no CTA begins a long tile when others run dry.
+    """
+
+    num_m_blocks: Any
+    num_heads: Any
+    num_batches: Any
+    heads_per_section: Any
+    tail_heads: Any
+
+    @property
+    def num_tiles(self) -> Any:
+        return self.num_m_blocks * self.num_heads * self.num_batches
+
+    @property
+    def _first_of_tail(self) -> Any:
+        return self.num_heads * self.num_batches - self.tail_heads
+
+    def in_tail(self, head: Any, batch: Any) -> Any:
+        """1 for a head of the tail, else 0."""
+        return minimum(maximum(batch * self.num_heads + head - self._first_of_tail + 1, 0), 1)
+
+    def coordinates(self, tile: Any) -> tuple[Any, Any, Any]:
+        """(n_block, head, batch) of a tile number below ``num_tiles``."""
+        number = tile - self._first_of_tail * self.num_m_blocks
+        # 1 in the tail; as arithmetic, so that there is one division by heads and no branch.
+        is_late = minimum(maximum(number + 1, 0), 1)
+        section_tiles = self.heads_per_section * self.num_m_blocks
+        section = tile // section_tiles
+        first_head = section * self.heads_per_section
+        heads = minimum(self.heads_per_section, self._first_of_tail - first_head)
+        heads += is_late * (self.tail_heads - heads)
+        first_head += is_late * (self._first_of_tail - first_head)
+        place = tile - section * section_tiles
+        place += is_late * (number - place)
+        step = place // heads
+        last = self.num_m_blocks - 1 - step
+        n_block = last + is_late * (step - last)
+        head_batch = first_head + place - step * heads
+        return n_block, head_batch % self.num_heads, head_batch // self.num_heads
+
+
 def divide_with_rest(number: Any, by: Any) -> tuple[Any, Any]:
     """number // by and number % by, of a number from 0 on and a part of ``TileDivisors``."""
     quotient, rest = divmod(number, by)

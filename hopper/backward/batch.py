@@ -6,19 +6,37 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.dtypes import DSL_DTYPES
-from cute_kernels.integers import maximum, minimum
+from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import DENSE
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder, TileScheduler, heads_in_turn
+from cute_kernels.tile_scheduler import (
+    TailedTileOrder,
+    TileOrder,
+    TileScheduler,
+    TurnedTileOrder,
+    heads_in_turn,
+)
 from cute_kernels.window import Window
 from hopper.backward.config import BackwardConfig
 from hopper.backward.work import BackwardWork, PackedBackwardWork, PlacedBackwardWork
 from hopper.tiles import ragged_view
 
 TAIL_HEADS = 4
-"""Key/value heads at the end of a launch whose shorter tiles come last (``TailedTileOrder``)."""
+TAIL_ROWS = 65536
+"""Key/value heads at the end of a launch whose shorter tiles come last (``TailedTileOrder``): those of so many rows of
+queries, and at least so many. More of them share too little in L2."""
+
+SHORT_ROWS = 1024
+LATE_ROWS = 2**20
+"""Of a head's queries, up to which half of those come last in a fixed order (``TurnedTileOrder``), and times the rows
+of a query tile from which on none do (`backward_margins.json`)."""
+
+
+def _flag(number: Int32 | int) -> Int32 | int:
+    """1 for a number above 0, else 0."""
+    return minimum(maximum(number, 0), 1)
 
 
 @dataclass(frozen=True)
@@ -59,11 +77,11 @@ class DenseBatch(LoopInvariant):
         num_n_blocks = cute.ceil_div(mK.shape[0], self.config.tile_n)
         tiles = num_n_blocks, mK.shape[2], mK.shape[3]
         if self.config.shortens:
-            full = (mK.shape[0] - window.left) // self.config.tile_n if window.has_left else Int32(0)
-            full_blocks = minimum(maximum(full, Int32(0)), num_n_blocks)
-            tiles = *tiles, minimum(mK.shape[2] * mK.shape[3], Int32(TAIL_HEADS)), full_blocks
+            tiles = *tiles, *self.tail(mQ, mK, (window.left,) if window.has_left else ())
         if self.config.has_sections:
             tiles = *tiles, self.heads_of_section(mQ, mK, num_ctas)
+        if self.config.has_late_heads:
+            tiles = *tiles, self.late_heads(mQ, mK)
         totals = num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], self.config.tile_m)
         return tiles, totals
 
@@ -71,6 +89,32 @@ class DenseBatch(LoopInvariant):
         """Key/value heads of one, of the views of Q and K, where so many key tiles are under way at a time."""
         most = workers * self.config.rows_apart // mQ.shape[0] // (mQ.shape[2] // mK.shape[2])
         return heads_in_turn(most, mK.shape[2] * mK.shape[3])
+
+    def tail(self, mQ: cute.Tensor, mK: cute.Tensor, left: tuple = ()) -> tuple:
+        """What a ``TailedTileOrder`` has of heads and of full blocks at the end, of the views of Q and K. ``left`` has
+        the left side of a window, if there is one.
+
+        Under a causal mask alone no two tiles are as long as each other. Heads still come one behind the other with the
+        longer half of theirs, unless several share K and V: then a CTA has too few tiles.
+        """
+        heads, num_n_blocks = self._heads_of_tail(mQ, mK), ceil_div(mK.shape[0], self.config.tile_n)
+        for side in left:
+            full = (mK.shape[0] - side) // self.config.tile_n
+            return heads, minimum(maximum(full, 0), num_n_blocks)
+        is_long, is_shared = _flag(heads - TAIL_HEADS), _flag(mQ.shape[2] // mK.shape[2] - 1)
+        return heads, num_n_blocks // 2 * is_long * (1 - is_shared)
+
+    def late_heads(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
+        """Heads of the tail of a ``TurnedTileOrder``, of the views of Q and K: none where they would be more than half
+        of all, which would begin together and wait."""
+        rows, kv_heads = mQ.shape[0] * (mQ.shape[2] // mK.shape[2]), mK.shape[2] * mK.shape[3]
+        late = self._heads_of_tail(mQ, mK) // (1 + _flag(SHORT_ROWS + 1 - rows))
+        fits = _flag(kv_heads + 1 - 2 * late) * _flag(LATE_ROWS // self.config.tile_m + 1 - mQ.shape[0])
+        return late * fits
+
+    def _heads_of_tail(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
+        rows = mQ.shape[0] * (mQ.shape[2] // mK.shape[2])
+        return minimum(maximum(TAIL_ROWS // rows, TAIL_HEADS), mK.shape[2] * mK.shape[3])
 
     def work(
         self,
@@ -82,7 +126,9 @@ class DenseBatch(LoopInvariant):
     ) -> BackwardWork:
         tiles, totals = sizes
         shortens = self.config.shortens
-        if self.config.has_sections:
+        if self.config.has_late_heads:
+            order = TurnedTileOrder(*tiles)
+        elif self.config.has_sections:
             order = TileOrder(*tiles, longest_first=True)
         else:
             order = TailedTileOrder(*tiles) if shortens else TileOrder(*tiles, Int32(1), longest_first=False)

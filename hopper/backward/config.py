@@ -162,10 +162,16 @@ class BackwardConfig:
         return self.ordered and self.layout == DENSE and not (self.window or self.block_lists)
 
     @property
+    def has_late_heads(self) -> bool:
+        """Whether the last heads of those with sections come from their longest walks on, and add dQ in that order.
+        Where the first key tile only adds, couriers of head_dim 96 have no register for it; there it was not timed."""
+        return self.stores_first and self.causal and self.head_dim != SPILLING_HEAD_DIM
+
+    @property
     def rows_apart(self) -> int:
         """With ``has_sections`` about how many rows of queries later a key tile begins than the one before it. More
         wait less for each other, and share less in L2."""
-        return 128 if self.causal else 256
+        return 2 * self.tile_m if self.causal else 256
 
     @property
     def fetches_sums(self) -> bool:
@@ -288,6 +294,11 @@ class PairedBackwardConfig(BackwardConfig):
     def has_sections(self) -> bool:
         """As above, but with plain scores alone: where they are changed there are no registers for it."""
         return super().has_sections and self.is_plain
+
+    @property
+    def has_late_heads(self) -> bool:
+        """Not tried."""
+        return False
 
     @property
     def rows_apart(self) -> int:

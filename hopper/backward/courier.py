@@ -50,7 +50,7 @@ class Courier(LoopInvariant):
         tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, Int32(0)))
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
-            visit = work.visit(n_block, batch)
+            visit, n_in_turn = work.visit(n_block, batch), work.in_turn(n_block, head_kv, batch)
             for i in cutlass.range(work.heads_per_kv_head, unroll=1):
                 of_head = self._visit(work, visit, (batch, head_kv * work.heads_per_kv_head + i, n_block))
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
@@ -59,7 +59,7 @@ class Courier(LoopInvariant):
                     if clock & 1 == self.stage:
                         m_block, turn = (
                             of_head.number(place),
-                            self._turn(work, of_head, place, n_block, batch),
+                            self._turn(work, of_head, place, n_in_turn, batch),
                         )
                         self._deliver(clock & 3, first_tile + m_block, turn)
             tile = self._receive(work.scheduler, state_of(MAILBOX_STAGES, clock >> 2))
@@ -80,6 +80,8 @@ class Courier(LoopInvariant):
         causal mask where the first one stores, which takes one more."""
         if self.config.block_lists:
             return visit.turn(place)
+        if self.config.has_late_heads:
+            return work.anew().turn(pin(n_block, Int32), place, batch)
         if self.config.can_miss_queries or (self.config.stores_first and self.config.causal):
             return work.anew().turn(n_block, place, batch)
         return work.turn(n_block, place, batch)

@@ -11,7 +11,13 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.query_range import ListedQueries, QueryRange, Visit
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import MAILBOX_STAGES, TailedTileOrder, TileOrder, TileScheduler
+from cute_kernels.tile_scheduler import (
+    MAILBOX_STAGES,
+    TailedTileOrder,
+    TileOrder,
+    TileScheduler,
+    TurnedTileOrder,
+)
 from cute_kernels.visible import first_query, queries_end
 from cute_kernels.window import Window
 from hopper import mail
@@ -39,7 +45,7 @@ class BackwardWork(LoopInvariant):
     config: BackwardConfig
     window: Window
     scheduler: TileScheduler
-    order: TileOrder | TailedTileOrder | PackedTileOrder
+    order: TileOrder | TailedTileOrder | TurnedTileOrder | PackedTileOrder
     num_tiles: Int32
     m_end: Int32
     seqlens: DenseSeqlens | PackedSeqlens
@@ -136,9 +142,22 @@ class BackwardWork(LoopInvariant):
             window = replace(window, chunk=pin(window.chunk, Int32))
         return replace(self, seqlens=DenseSeqlens(*lengths), window=window)
 
+    def in_turn(self, n_block: Int32, head_kv: Int32, batch: Int32) -> Int32:
+        """A key tile as ``turn`` takes it: its number, or the complement of it for a head of the tail."""
+        if self.config.has_late_heads:
+            return n_block ^ -self.order.in_tail(head_kv, batch)
+        return n_block
+
     def turn(self, n_block: Int32, m_block: Int32, batch: Int32) -> Int32:
-        """How many key tiles add to the query tile before this one."""
-        return self.queries.turn(n_block, m_block, self._num_n_blocks(batch), self.seqlens.of(batch))
+        """How many key tiles add to the query tile before this one, which is given by ``in_turn``."""
+        lengths = self._num_n_blocks(batch), self.seqlens.of(batch)
+        if self.config.has_late_heads:
+            # There they begin with the first one, which all queries see. -1 in the tail, else 0:
+            late = n_block >> 31
+            n_block = n_block ^ late
+            turn = self.queries.turn(n_block, m_block, *lengths)
+            return turn + (turn - n_block) * late
+        return self.queries.turn(n_block, m_block, *lengths)
 
     def first_tile(self, head_kv: Int32, batch: Int32) -> Int32:
         """The number of the first query tile of the first query head of ``head_kv``, among all heads and batches."""

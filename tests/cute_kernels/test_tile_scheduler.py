@@ -10,6 +10,7 @@ from cute_kernels.tile_scheduler import (
     ShortTiles,
     TailedTileOrder,
     TileOrder,
+    TurnedTileOrder,
     heads_in_turn,
     heads_per_section,
     short_m_blocks,
@@ -190,6 +191,35 @@ def test_a_tail_leaves_no_long_tiles_for_the_end():
             heapq.heapreplace(ctas, ctas[0] + walks[order.coordinates(tile)[0]])
         ends.append(max(ctas) / (16 * sum(walks) / 132))
     assert ends[0] > 1.02 and ends[1] < 1.01
+
+
+@pytest.mark.parametrize("section,tail_heads", [(1, 0), (3, 2), (4, 1), (12, 12), (2, 5), (5, 4)])
+def test_an_order_of_turns_is_a_bijection(section, tail_heads):
+    order = TurnedTileOrder(5, 6, 2, section, tail_heads)
+    visited = [order.coordinates(tile) for tile in range(order.num_tiles)]
+    assert sorted(visited) == sorted(itertools.product(range(5), range(6), range(2)))
+    for head, batch in itertools.product(range(6), range(2)):
+        in_tail = batch * 6 + head >= 12 - tail_heads
+        assert order.in_tail(head, batch) == in_tail
+        # Each waits for those claimed before it: from the last one on, or in the tail from the first one on.
+        claimed = [n_block for n_block, *at in visited if at == [head, batch]]
+        assert claimed == sorted(claimed, reverse=not in_tail)
+    assert all(order.in_tail(*at) for _, *at in visited[(12 - tail_heads) * 5 :])
+
+
+@pytest.mark.parametrize("seqlen,tail_heads", [(2048, 32), (4096, 16), (8192, 8), (16384, 4)])
+def test_turns_leave_no_long_tiles_for_the_end(seqlen, tail_heads):
+    """The same of causal gradients of 16384 tokens by 16 heads, where nobody waits for a turn."""
+    tiles, heads, ends = seqlen // 128, 16 * 16384 // seqlen, []
+    for late in (0, tail_heads):
+        order = TurnedTileOrder(tiles, heads, 1, 132 * 128 // seqlen, late)
+        ctas, total = [0.0] * 132, 0.0
+        for tile in range(order.num_tiles):
+            walk = 2 * (tiles - order.coordinates(tile)[0]) + 1.5
+            heapq.heapreplace(ctas, ctas[0] + walk)
+            total += walk
+        ends.append(max(ctas) / (total / 132))
+    assert ends[0] > 1.05 and ends[1] < 1.02
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
-from cute_kernels.tile_scheduler import heads_in_turn
-from hopper.backward.batch import TAIL_HEADS
+from hopper.backward.batch import DenseBatch
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
@@ -486,6 +485,7 @@ def _launch_gradients(
     kv_heads, program = k.shape[2], program_of(config)
     n_blocks, m_blocks = (-(-x.shape[1] // tile) for x, tile in ((k, c.tile_n), (q, c.tile_m)))
     sizes = *scale_and_sides, q.shape[1], k.shape[1], heads // kv_heads
+    views = [x.permute(1, 3, 2, 0) for x in (q, k)]
     if isinstance(c, PairedBackwardConfig):
         arguments.tensor(sums, (tiles * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
         counter = backward_counter(config, sums)
@@ -495,7 +495,7 @@ def _launch_gradients(
         add_rules(arguments, rules)
         grid = (CLUSTER_CTAS * n_blocks, kv_heads, batch)
         if c.has_sections:
-            arguments.add(n_blocks, kv_heads, batch, heads_of_section(c, (q, k), PAIRS_UNDER_WAY))
+            arguments.add(n_blocks, kv_heads, batch, DenseBatch(c).heads_of_section(*views, PAIRS_UNDER_WAY))
             grid = (CLUSTER_CTAS * n_blocks * kv_heads * batch, 1, 1)
         arguments.launch(program, grid, timing, CLUSTER_CTAS)
         return
@@ -504,20 +504,14 @@ def _launch_gradients(
     arguments.tensor(counter, (len(counter),), ())
     tail: tuple[int, ...] = ()
     if c.shortens:
-        full = (k.shape[1] - scale_and_sides[1]) // c.tile_n if c.window else 0
-        tail = min(kv_heads * batch, TAIL_HEADS), min(max(int(full), 0), n_blocks)
+        tail = DenseBatch(c).tail(*views, (int(scale_and_sides[1]),) if c.window else ())
     if c.has_sections:
-        tail = (heads_of_section(c, (q, k), 1),)
+        tail = (DenseBatch(c).heads_of_section(*views, 1),)
+    if c.has_late_heads:
+        tail = *tail, DenseBatch(c).late_heads(*views)
     arguments.add(*sizes, n_blocks, kv_heads, batch, *tail, n_blocks * kv_heads * batch, m_blocks)
     add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
-
-
-def heads_of_section(config: BackwardConfig, inputs: tuple[Tensor, Tensor], workers: int) -> int:
-    """As ``DenseBatch.heads_of_section`` has it, for (q, k)."""
-    (batch, seqlen_q, heads, _), kv_heads = inputs[0].shape, inputs[1].shape[2]
-    most = workers * config.rows_apart // seqlen_q // (heads // kv_heads)
-    return heads_in_turn(most, kv_heads * batch)
 
 
 def _launch_one_tile(
