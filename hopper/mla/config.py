@@ -20,11 +20,7 @@ TILE_N = 64
 """Keys of a block."""
 
 CONSUMERS = 2
-"""Consumer warpgroups, which share the columns of O."""
-
-HELD_PARTS = {256: (128, 128), 512: (192, 192, 128)}
-"""Columns of V, and with each those of its parts where P V of the second warpgroup is held back. The first part is that
-of the scores' warpgroup. P V of the others lasts as long as the softmax of 64 rows, which has 800 cycles."""
+"""Consumer warpgroups, each with half of the columns of O."""
 
 CLUSTER = 2
 """CTAs that share the keys of a tile, where it has more rows than one CTA."""
@@ -32,10 +28,10 @@ CLUSTER = 2
 SHORT_ROWS = WARPGROUP_ROWS // 2
 """Rows of the smaller tile."""
 
-REGISTERS = Registers(consumer=240, producer=40)
+REGISTERS = Registers(consumer=248, producer=40)
 """Of a thread, by role; the consumer is that of the scores."""
 
-VALUES_REGISTERS = 224
+VALUES_REGISTERS = 216
 """Of the other consumer, which has no scores."""
 
 OUTPUT_ROWS = 16
@@ -55,7 +51,7 @@ class MlaConfig:
     A tile is ``tile_m`` rows of a K/V head: the query heads of its group, of one token after another. Each of
     ``cluster`` CTAs has ``cta_rows`` of them, 64, or 32 in the upper half of each warp's 16 rows of a WGMMA. A block of
     ``tile_n`` keys comes in boxes of ``box_rows`` keys, each of one page, of which every CTA loads a part for all. With
-    ``holds_values`` P V of the second warpgroup waits for the scores of the next block, so that the tensor
+    ``holds_values`` P V of the second half of the columns waits for the scores of the next block, so that the tensor
     cores have work while the softmax runs; without it V is given back sooner. Q comes and O goes by TMA where
     ``query_box`` rows, which are heads of one token, are a box of Q; with 0 threads copy them. The other fields are as
     in ``DecodeConfig``.
@@ -91,17 +87,9 @@ class MlaConfig:
         return self.cta_rows * self.cluster
 
     @property
-    def parts(self) -> tuple[int, ...]:
-        """Columns of V that come, and are given back, by themselves. The first are of the scores' warpgroup, the others
-        of the other one."""
-        if self.holds_values:
-            return HELD_PARTS[self.head_dim_v]
-        return (self.head_dim_v // CONSUMERS,) * CONSUMERS
-
-    @property
     def half(self) -> int:
-        """Columns of O of the scores' warpgroup."""
-        return self.parts[0]
+        """Columns of O, and of V, of one consumer warpgroup."""
+        return self.head_dim_v // CONSUMERS
 
     @property
     def threads(self) -> int:

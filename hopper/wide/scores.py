@@ -130,11 +130,11 @@ class ScoresConsumer(LoopInvariant):
         issue_gemm(self.mmas.pv, self.acc, self.tOrP, self.tOrV[None, None, None, state.index], True)
 
     @cute.jit
-    def _start_scores(self, acc_S: cute.Tensor, state: PipelineState, closes: cutlass.Constexpr[bool] = True):
-        """Start Q K^T of the block at ``state``, as a group of WGMMAs; ``closes`` as in ``issue_gemm``."""
+    def _start_scores(self, acc_S: cute.Tensor, state: PipelineState):
+        """Start Q K^T of the block at ``state``, as a group of WGMMAs."""
         self.pipes.k.consumer_wait(state)
         tSrQ, tSrK = self.tSrQ[None, None, None, 0], self.tSrK[None, None, None, state.index]
-        issue_gemm(self.mmas.qk, acc_S, tSrQ, tSrK, False, closes)
+        issue_gemm(self.mmas.qk, acc_S, tSrQ, tSrK, False)
 
     @cute.jit
     def _continue_scores(self, acc_S: cute.Tensor, state: PipelineState):
@@ -194,11 +194,6 @@ class ScoresConsumer(LoopInvariant):
     def _hand_over(self):
         """P and row factors to the other warpgroup, while P V of this one runs, whose operand P stays as it is."""
         wait(WideBarrier.READ)
-        self._write_p()
-
-    @cute.jit
-    def _write_p(self):
-        """What is handed over, when the other warpgroup has READ what was there."""
         self.exchange.write_factors(self.softmax.row_scale)
         self.exchange.write_p(self.mmas.qk, self.copy_of_p)
         arrive(WideBarrier.WRITTEN)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from hopper.config import SMEM_BYTES
-from hopper.decode.config import BOX_COLUMNS
 from hopper.inspection import ResourceUsage
 from hopper.mla.config import (
     REGISTERS,
@@ -124,17 +123,6 @@ def test_values_are_held_back_by_rows(columns: int, rows: int, held: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("columns", "rows", "parts"),
-    [(512, 32, (256, 256)), (512, 33, (192, 192, 128)), (256, 64, (128, 128)), (256, 65, (128, 128))],
-)
-def test_parts_of_v(columns: int, rows: int, parts: tuple[int, ...]) -> None:
-    """Each a multiple of what is swizzled together, and all of V."""
-    config = select_mla_config("bfloat16", columns, True, 64, 8, rows)
-    assert config is not None and config.parts == parts and sum(parts) == columns
-    assert all(part % BOX_COLUMNS == 0 for part in parts) and config.half == parts[0]
-
-
-@pytest.mark.parametrize(
     ("group", "rows", "layout", "box"),
     [
         (128, 128, "dense", 64),
@@ -159,7 +147,7 @@ def test_boxes_of_queries(group: int, rows: int, layout: str, box: int) -> None:
     [(BOXES, 32), (SHORT, 16), (replace(BOXES, layout="varlen"), 64), (replace(BOXES, tile_n=32), 64)],
 )
 def test_boxes_that_there_are_not(config: MlaConfig, box: int) -> None:
-    with pytest.raises(ValueError, match="^query_box"):
+    with pytest.raises(ValueError, match=r"^query_box"):
         validate_mla_config(replace(config, query_box=box, box_rows=16))
 
 
@@ -185,7 +173,7 @@ def test_configs_that_no_kernel_is_built_from(field: str, wrong: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Queries and keys of each sequence, and the columns of K and of V."""
+    """Queries and keys of each sequence, the columns of K and of V, and the softmax_scale times the root of both."""
 
     config: MlaConfig
     queries: tuple[int, ...]
@@ -197,6 +185,7 @@ class Case:
     pads: tuple[int, ...] = ()
     sides: tuple[int, ...] = ()
     rules: Rules = NO_RULES
+    scale: float = 0.8
 
 
 def draw(case: Case) -> tuple[Queries, Tensor, Cache]:
@@ -213,7 +202,7 @@ def draw(case: Case) -> tuple[Queries, Tensor, Cache]:
 
 def check(case: Case) -> None:
     queries, qv, cache = draw(case)
-    scale = 0.8 * sum(case.columns) ** -0.5
+    scale = case.scale * sum(case.columns) ** -0.5
     out, lse = mla_on_numpy(case.config, queries, qv, cache, scale, case.launch, case.sides, case.rules)
     second = replace(queries, q=qv)
     left, right, *chunk = case.sides or (UNLIMITED, UNLIMITED)
@@ -265,6 +254,11 @@ def test_tiles_count_as_more_than_their_blocks() -> None:
 def test_pieces_alike_are_fewer() -> None:
     """16 blocks, and so many pieces of 17: no tile is cut but in like parts, and one CTA has nothing."""
     check(Case(SHORT, (1, 1), (512, 500), 64, Launch(17, timing=LATE), (16, 1)))
+
+
+def test_a_maximum_that_lags_behind() -> None:
+    """Some blocks have maxima that are more than ``LAG`` octaves above those of the blocks before, most have not."""
+    check(Case(SHORT, (1, 1), (650, 200), 64, Launch(2, timing=LATE), (16, 1), scale=8.0))
 
 
 def test_two_ctas_share_keys() -> None:
