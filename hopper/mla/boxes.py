@@ -50,7 +50,7 @@ def copy_box(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor, is_load:
 @dataclass(frozen=True)
 class QueryBoxes(LoopInvariant):
     """The warp that brings Q and QV of every tile of a piece, from row ``first`` of each tile on: when the scores of
-    the tile before have read theirs. ``sources`` and ``targets`` are of both, the latter (64, columns, 1 or 2)."""
+    the tile before have read theirs. ``sources`` and ``targets`` are of both, the latter (64, columns, 1)."""
 
     config: MlaConfig
     work: Work
@@ -84,11 +84,9 @@ class QueryBoxes(LoopInvariant):
         barrier = self.pipe.producer_get_barrier(state)
         box = (self.config.query_box, BOX_COLUMNS)
         for source, target in zip(self.sources, self.targets, strict=True):
-            of_half = cute.size(target, mode=[1]) // BOX_COLUMNS
-            for part in cutlass.range_constexpr(of_half * cute.size(target, mode=[2])):
-                half = target[None, None, part // of_half]
+            for part in cutlass.range_constexpr(cute.size(target, mode=[1]) // BOX_COLUMNS):
                 for i in cutlass.range_constexpr(WARPGROUP_ROWS // box[0]):
-                    smem = cute.local_tile(half, box, (i, part % of_half))
+                    smem = cute.local_tile(target[None, None, 0], box, (i, part))
                     gmem = source.box_of(tile, self.first + i * box[0], box, part)
                     copy_box(source.atom, smem, gmem, True, tma_bar_ptr=barrier)
 
@@ -96,36 +94,37 @@ class QueryBoxes(LoopInvariant):
 @dataclass(frozen=True)
 class OutputBoxes(LoopInvariant):
     """O of a consumer warpgroup, whose warps stage 16 rows each in the place of V of the last block of a tile. ``sV``
-    is as in ``WideTensors``."""
+    are the parts of V in shared memory."""
 
     config: MlaConfig
     target: BoxedRows
-    sV: cute.Tensor
+    sV: tuple[cute.Tensor, ...]
 
     @cute.jit
     def leave(
         self,
         product: tuple[cute.Tensor, cute.TiledMma],
-        half: cutlass.Constexpr[int],
+        part: cutlass.Constexpr[int],
         factors: cute.Tensor,
         rows: CtaRows,
         state: PipelineState,
     ):
-        """The warpgroup's half of the columns, multiplied by ``factors``; ``product`` are the accumulator of P V and
-        how it was multiplied. When this ends V may be given back."""
+        """The columns of a part of V, multiplied by ``factors``; ``product`` are the accumulator of P V and how it was
+        multiplied. When this ends that part may be given back."""
         acc, mma = product
         scale_rows(acc, factors)
         # A warp may be done with its rows of P V before others have read V for theirs.
-        sync_warpgroup(half)
-        staged = self.sV[None, None, half * self.config.stages + state.index]
+        sync_warpgroup(min(part, 1))
+        staged = self.sV[part][None, None, state.index]
         self._stage(acc, mma, staged, rows)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         box = (OUTPUT_ROWS, BOX_COLUMNS)
-        first, of_half = rows.first + rows.warp * OUTPUT_ROWS, self.config.half // BOX_COLUMNS
-        for part in cutlass.range_constexpr(of_half):
-            smem = cute.local_tile(staged, box, (rows.warp, part))
-            gmem = self.target.box_of(rows.tile, first, box, half * of_half + part)
+        before = sum(self.config.parts[:part]) // BOX_COLUMNS
+        for i in cutlass.range_constexpr(self.config.parts[part] // BOX_COLUMNS):
+            smem = cute.local_tile(staged, box, (rows.warp, i))
+            first = rows.first + rows.warp * OUTPUT_ROWS
+            gmem = self.target.box_of(rows.tile, first, box, before + i)
             copy_box(self.target.atom, smem, gmem, False)
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -87,9 +87,15 @@ class MlaConfig:
         return self.cta_rows * self.cluster
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Columns of V that come, and are given back, by themselves. The first are of the scores' warpgroup, the others
+        of the other one."""
+        return (self.head_dim_v // CONSUMERS,) * CONSUMERS
+
+    @property
     def half(self) -> int:
-        """Columns of O, and of V, of one consumer warpgroup."""
-        return self.head_dim_v // CONSUMERS
+        """Columns of O of the scores' warpgroup."""
+        return self.parts[0]
 
     @property
     def threads(self) -> int:

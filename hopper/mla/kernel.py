@@ -40,15 +40,7 @@ from hopper.mla.softmax import LaggingSoftmax
 from hopper.mla.values import MlaValues
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.wide.exchange import Exchange, sync_cluster
-from hopper.wide.operands import (
-    FIRST_HALF,
-    SECOND_HALF,
-    Place,
-    WidePipelines,
-    WideSmem,
-    WideTensors,
-    tile_state,
-)
+from hopper.wide.operands import Place, WidePipelines, WideSmem, WideTensors, tile_state
 from hopper.wide.products import tiled_mmas, values_mma
 
 
@@ -61,8 +53,8 @@ class MlaKernel:
 
     | role | warps | registers a thread | does |
     |---|---|---|---|
-    | scores | 0 to 3 | `REGISTERS.consumer` | S, softmax, P V in half of the columns; Q, QV without `query_box` |
-    | values | 4 to 7 | `VALUES_REGISTERS` | P V in the second half |
+    | scores | 0 to 3 | `REGISTERS.consumer` | S, softmax, P V in the first of `parts`; Q, QV to shared memory |
+    | values | 4 to 7 | `VALUES_REGISTERS` | P V in the others |
     | producer | 8 | `REGISTERS.producer` | TMA loads of K and of V |
     | queries | 9 (10, 11 idle) | `REGISTERS.producer` | with `query_box` TMA loads of Q and QV |
 
@@ -70,8 +62,8 @@ class MlaKernel:
     |---|---|---|---|
     | q, with `query_box` | 1 | `64 * (head_dim + head_dim_v) * element_bytes` | `4`, of its own CTA |
     | k | `stages` | `tile_n * head_dim * element_bytes` | `4` |
-    | v, first half | `stages` | `tile_n * half * element_bytes` | `4` |
-    | v, second half | `stages` | `tile_n * half * element_bytes` | `8` |
+    | v, first part | `stages` | `tile_n * parts[0] * element_bytes` | `4` |
+    | v, each other | `stages` | `tile_n * parts[i] * element_bytes` | `8` |
 
     Named barriers are those of ``WideForwardKernel``. The CTAs of a cluster have 64
     rows of a tile each, and every one loads a part of a key block for all by multicast.
@@ -206,7 +198,10 @@ class MlaKernel:
             cute.arch.setmaxregister_decrease(REGISTERS.producer)
             if warp == first_producer:
                 keys = RawKeys(atoms[0], views[0], smem.k, pipes.k, BOX_COLUMNS)
-                values = tuple(RawKeys(atoms[1], views[1], smem.v, pipe, BOX_COLUMNS) for pipe in pipes.v)
+                values = tuple(
+                    RawKeys(atoms[1], views[1], v, pipe, BOX_COLUMNS)
+                    for v, pipe in zip(smem.v, pipes.v, strict=True)
+                )
                 page_size = views[0].shape[0]
                 MlaProducer(c, work, keys, table, page_size, lane, values, Place(c.cluster, rank)).run()
                 # Beside who still asks for keys, what puts parts together would be in the way.
@@ -233,14 +228,15 @@ class MlaKernel:
                 cute.arch.setmaxregister_increase(REGISTERS.consumer)
                 softmax = LaggingSoftmax(scale_log2, self.dtype, c.rows_per_thread)
                 softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
-                consumer = MlaScores(inverse, c, tiled_mmas(c, self.dtype), smem, pipes, exchange, softmax)
+                consumer = MlaScores(c, tiled_mmas(c, self.dtype), smem, inverse, pipes, exchange, softmax)
                 targets = chunks_of(smem.q, c.head_dim), chunks_of(smem.qv[0], c.head_dim_v)
                 loads = Queries(c, queries, targets, place[2], warp_in_group * cute.arch.WARP_SIZE + lane)
                 self._score(work, consumer, (results, boxes), loads, softcaps, place)
             else:
                 cute.arch.setmaxregister_increase(VALUES_REGISTERS)
-                mma = values_mma(c, self.dtype, warpgroup.OperandSource.SMEM)
-                values_consumer = MlaValues(inverse, c, mma, smem.v, exchanged, pipes, exchange)
+                source = warpgroup.OperandSource.SMEM
+                mmas = tuple(values_mma(columns, self.dtype, source) for columns in c.parts[1:])
+                values_consumer = MlaValues(c, mmas, smem, inverse, pipes, exchange, exchanged)
                 self._sum_values(work, values_consumer, (results, boxes), place)
         if const_expr(c.cluster > 1):
             # The other CTA may still load for this one, or arrive at a barrier in it.
@@ -307,8 +303,8 @@ class MlaKernel:
                 state = consumer.start(scores, blocks.begin + end, state)
                 factors = results.leave_sums(consumer.softmax, rows, parts)
                 consumer.finish(factors)
-                product, pipe = (consumer.acc, consumer.mmas.pv), consumer.pipes.v[FIRST_HALF]
-                self._leave(ways, pipe, product, (FIRST_HALF, factors), (rows, parts), state)
+                product = consumer.acc, consumer.mmas.pv
+                self._leave(ways, consumer.pipes.v[0], product, (0, factors), (rows, parts), state)
                 state.advance()
             start += blocks.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
@@ -325,12 +321,11 @@ class MlaKernel:
             parts = work.parts(start, blocks.count)
             count = parts.begin(work.cta + 1) - parts.begin(work.cta)
             if count > 0:
-                state = consumer.attend_to_part(count, state)
-                of_tile, product = (
-                    (self._rows(work, sequence, tile, place), parts),
-                    (consumer.acc, consumer.mma),
-                )
-                self._leave(ways, consumer.pipe, product, (SECOND_HALF, consumer.factors), of_tile, state)
+                state = consumer.attend(count, state)
+                of_tile = self._rows(work, sequence, tile, place), parts
+                for i in cutlass.range_constexpr(len(consumer.accs)):
+                    product, factors = (consumer.accs[i], consumer.mmas[i]), consumer.factors
+                    self._leave(ways, consumer.pipes[i], product, (i + 1, factors), of_tile, state)
                 state.advance()
             start += blocks.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
@@ -345,19 +340,19 @@ class MlaKernel:
         of_tile: tuple,
         state: pipeline.PipelineState,
     ):
-        """Half of O leaves, and V is given back: by TMA, which takes O from V's place, where this piece has all keys
-        of the tile, else from registers. ``multiplied`` are the number of the half and the factors."""
+        """O in the columns of a part of V, which is given back: by TMA, which takes it from there, where this piece has
+        all keys of the tile, else from registers. ``multiplied`` are the number of the part and the factors."""
         results, boxes = ways
-        half, factors = multiplied
+        part, factors = multiplied
         rows, parts = of_tile
         if const_expr(len(boxes) == 0):
             pipe.consumer_release(state)
-            results.leave_columns(product[0], half, factors, rows, parts)
+            results.leave_columns(product[0], part, factors, rows, parts)
         else:
             if results.is_whole(parts):
-                boxes[0].leave(product, half, factors, rows, state)
+                boxes[0].leave(product, part, factors, rows, state)
             else:
-                results.leave_partial(product[0], half, rows, parts)
+                results.leave_partial(product[0], part, rows, parts)
             pipe.consumer_release(state)
 
     def _rows(self, work: Work, sequence: Int32, tile: Int32, place: tuple) -> CtaRows:
@@ -372,13 +367,15 @@ class MlaKernel:
         """Those of the table in the docstring of the class."""
         c, one, both = self.config, WARPS_PER_WARPGROUP, CONSUMERS * WARPS_PER_WARPGROUP
         queries = storage.barriers_q.data_ptr(), one, WARPGROUP_ROWS * (c.head_dim + c.head_dim_v)
-        barriers_v, values = storage.barriers_v.data_ptr(), c.tile_n * c.half
+        barriers_v = storage.barriers_v.data_ptr()
         return WidePipelines(
             self._tma_pipeline(*queries, (1, 1)) if c.query_box else (),
             self._tma_pipeline(storage.barriers_k.data_ptr(), one, c.tile_n * c.head_dim),
-            (
-                self._tma_pipeline(barriers_v, one, values),
-                self._tma_pipeline(barriers_v + 2 * c.stages, both, values),
+            tuple(
+                self._tma_pipeline(
+                    barriers_v + 2 * c.stages * part, both if part else one, c.tile_n * columns
+                )
+                for part, columns in enumerate(c.parts)
             ),
         )
 
@@ -400,19 +397,24 @@ class MlaKernel:
         )
 
     def _tensors(self, storage) -> WideTensors:
-        """What lies in shared memory, swizzled; O takes the place of V."""
+        """What lies in shared memory, swizzled; V as its parts, behind each other. O takes the place of V."""
         c = self.config
         layouts = {
             "q": swizzled_layout(WARPGROUP_ROWS, c.head_dim, 1, self.dtype),
             "k": swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
-            "v": swizzled_layout(c.tile_n, c.half, 2 * c.stages, self.dtype),
-            "qv": swizzled_layout(WARPGROUP_ROWS, c.half, 2, self.dtype),
+            "qv": swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, 1, self.dtype),
         }
-        q, k, v, qv = (
+        q, k, qv = (
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
             for name, layout in layouts.items()
         )
-        return WideTensors(q, k, v, (), (qv,))
+        v, start = [], storage.v.data_ptr()
+        for columns in c.parts:
+            layout = swizzled_layout(c.tile_n, columns, c.stages, self.dtype)
+            at = cute.recast_ptr(start, layout.inner, dtype=self.dtype)
+            v.append(cute.make_tensor(at, layout.outer))
+            start += c.stages * c.tile_n * columns
+        return WideTensors(q, k, tuple(v), (), (qv,))
 
     def _p_layout(self) -> cute.ComposedLayout:
         return swizzled_layout(WARPGROUP_ROWS, self.config.tile_n, 1, self.dtype)
@@ -423,7 +425,7 @@ class MlaKernel:
         @cute.struct
         class SharedStorage:
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
-            barriers_v: cute.struct.MemRange[cutlass.Int64, 4 * c.stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * len(c.parts) * c.stages]
             barriers_q: cute.struct.MemRange[cutlass.Int64, 2]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUP_ROWS], 16]
             inverse: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUP_ROWS], 16]

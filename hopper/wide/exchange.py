@@ -14,8 +14,8 @@ from hopper.wide.operands import WideSmem
 
 
 class WideBarrier(IntEnum):
-    """Hardware ids. 1 and 2 are of one warpgroup each (``sync_warpgroup``), these of both. SUMMED is of the kernel that
-    decodes over a latent."""
+    """Hardware ids. 1 and 2 are of one warpgroup each (``sync_warpgroup``), these of both. SUMMED is of kernels that
+    decode over a latent."""
 
     WRITTEN = 3
     SCORED = 4

@@ -42,23 +42,18 @@ class ValuesConsumer(LoopInvariant):
         them."""
         self.acc.fill(0.0)
         for _ in cutlass.range(blocks, unroll=1):
-            self._add_block(state)
+            wait(WideBarrier.WRITTEN)
+            self._shrink()
+            self.pipe.consumer_wait(state)
+            if const_expr(self.config.holds_values):
+                wait(WideBarrier.SCORED)
+            stage = SECOND_HALF * self.config.stages + state.index
+            issue_gemm(self.mma, self.acc, self.tOrP, self.tOrV[None, None, None, stage], True)
+            warpgroup.wait_group(0)
             arrive(WideBarrier.READ)
             self.pipe.consumer_release(state)
             state.advance()
         return state
-
-    @cute.jit
-    def _add_block(self, state: PipelineState):
-        """P V of the block at ``state``, which is done when this ends."""
-        wait(WideBarrier.WRITTEN)
-        self._shrink()
-        self.pipe.consumer_wait(state)
-        if const_expr(self.config.holds_values):
-            wait(WideBarrier.SCORED)
-        stage = SECOND_HALF * self.config.stages + state.index
-        issue_gemm(self.mma, self.acc, self.tOrP, self.tOrV[None, None, None, stage], True)
-        warpgroup.wait_group(0)
 
     @cute.jit
     def _shrink(self):
