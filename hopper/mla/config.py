@@ -28,11 +28,17 @@ CLUSTER = 2
 SHORT_ROWS = WARPGROUP_ROWS // 2
 """Rows of the smaller tile."""
 
-REGISTERS = Registers(consumer=240, producer=40)
+REGISTERS = Registers(consumer=248, producer=40)
 """Of a thread, by role; the consumer is that of the scores."""
 
-VALUES_REGISTERS = 224
+VALUES_REGISTERS = 216
 """Of the other consumer, which has no scores."""
+
+OUTPUT_ROWS = 16
+"""Of a box of O, which a warp stores by itself."""
+
+QUERY_BOXES = (64, 16)
+"""Rows that a box of Q can have, the most first: multiples of OUTPUT_ROWS."""
 
 ROW_FACTOR_BYTES = WARPGROUP_ROWS * 4
 """Shared memory for a float32 a row, with which one warpgroup tells the other how to scale O."""
@@ -46,8 +52,9 @@ class MlaConfig:
     ``cluster`` CTAs has ``cta_rows`` of them, 64, or 32 in the upper half of each warp's 16 rows of a WGMMA. A block of
     ``tile_n`` keys comes in boxes of ``box_rows`` keys, each of one page, of which every CTA loads a part for all. With
     ``holds_values`` P V of the second half of the columns waits for the scores of the next block, so that the tensor
-    cores have work while the softmax runs; without it V is given back sooner. The other fields are as in
-    ``DecodeConfig``.
+    cores have work while the softmax runs; without it V is given back sooner. Q comes and O goes by TMA where
+    ``query_box`` rows, which are heads of one token, are a box of Q; with 0 threads copy them. The other fields are as
+    in ``DecodeConfig``.
     """
 
     dtype: str
@@ -67,6 +74,7 @@ class MlaConfig:
     limits_splits: bool = False
     softcap: bool = False
     sinks: bool = False
+    query_box: int = 0
 
     head_dim = HEAD_DIM
     qv = True
@@ -79,9 +87,15 @@ class MlaConfig:
         return self.cta_rows * self.cluster
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Columns of V that come, and are given back, by themselves. The first are of the scores' warpgroup, the others
+        of the other one."""
+        return (self.head_dim_v // CONSUMERS,) * CONSUMERS
+
+    @property
     def half(self) -> int:
-        """Columns of O, and of V, of one consumer warpgroup."""
-        return self.head_dim_v // CONSUMERS
+        """Columns of O of the scores' warpgroup."""
+        return self.parts[0]
 
     @property
     def threads(self) -> int:
@@ -99,10 +113,10 @@ class MlaConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Q and QV, K and V of each stage, P, the row factors and the barriers."""
+        """Q and QV, K and V of each stage, P, two factors a row and the barriers."""
         rows = WARPGROUP_ROWS * (HEAD_DIM + self.head_dim_v + self.tile_n)
         keys = self.stages * self.tile_n * (HEAD_DIM + self.head_dim_v)
-        return (rows + keys) * self.element_bytes + ROW_FACTOR_BYTES + BARRIER_BYTES
+        return (rows + keys) * self.element_bytes + 2 * ROW_FACTOR_BYTES + BARRIER_BYTES
 
     @property
     def part_floats(self) -> int:
@@ -119,6 +133,7 @@ class MlaConfig:
         ]
         parts += [f"c{self.cluster}"] if self.cluster > 1 else []
         parts += ["held"] if self.holds_values else []
+        parts += [f"q{self.query_box}"] if self.query_box else []
         parts += ["paged"] if self.paged else []
         parts += ["splits"] if self.limits_splits else []
         parts += [] if self.layout == DENSE else [self.layout]
@@ -142,10 +157,28 @@ def validate_mla_config(config: MlaConfig) -> None:
         raise ValueError(
             f"box_rows is {c.box_rows}, allowed: one of {BOX_ROWS} that divides a CTA's part of tile_n {c.tile_n}"
         )
+    if c.query_box not in (0, *QUERY_BOXES) or (
+        c.query_box and not takes_boxes(c.cta_rows, c.tile_n, c.layout)
+    ):
+        raise ValueError(
+            f"query_box is {c.query_box}, allowed: 0, and with dense tiles of 64 rows and keys {QUERY_BOXES}"
+        )
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.smem_bytes > SMEM_BYTES:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
+
+
+def takes_boxes(cta_rows: int, tile_n: int, layout: str) -> bool:
+    """Whether TMA can bring Q and take O: their rows are as many as those of V, in whose place O is staged."""
+    return cta_rows == tile_n == WARPGROUP_ROWS and layout == DENSE
+
+
+def query_box_of(group: int, rows: int, layout: str) -> int:
+    """The most rows of a box of Q, with ``group`` query heads a K/V head and so many query rows; 0 if there is none."""
+    if rows <= SHORT_ROWS or not takes_boxes(WARPGROUP_ROWS, TILE_N, layout):
+        return 0
+    return next((box for box in QUERY_BOXES if group % box == 0), 0)
 
 
 def cluster_of(rows: int) -> int:
@@ -166,7 +199,15 @@ def box_rows_for(page_size: int, pages: int, rows: int) -> int | None:
 
 
 def select_mla_config(
-    dtype: str, head_dim_v: int, causal: bool, page_size: int, pages: int, rows: int, **others: Any
+    dtype: str,
+    head_dim_v: int,
+    causal: bool,
+    page_size: int,
+    pages: int,
+    rows: int,
+    group: int = 1,
+    layout: str = DENSE,
+    **others: Any,
 ) -> MlaConfig | None:
     """The config for a problem with head_dim of at most 64, the narrowest that covers ``head_dim_v``; None if pages are
     too small for TMA.
@@ -174,6 +215,7 @@ def select_mla_config(
     Args:
         page_size, pages: rows of a page, and pages of a sequence.
         rows: query rows that share a K/V head.
+        group: query heads that do.
         others: further fields.
     """
     box_rows = box_rows_for(page_size, pages, rows)
@@ -190,6 +232,8 @@ def select_mla_config(
         cta_rows=cta_rows,
         cluster=cluster_of(rows),
         holds_values=holds_values(columns, rows),
+        layout=layout,
+        query_box=query_box_of(group, rows, layout),
         **others,
     )
     validate_mla_config(config)

@@ -21,19 +21,27 @@ from hopper.decode.masks import RowMask
 from hopper.decode.operands import CacheLists, Outputs, RawKeys, Work
 from hopper.decode.results import PartialResults
 from hopper.decode.rows import TileRows
-from hopper.decode.softmax import RowSoftmax
+from hopper.mla.boxes import BoxedRows, OutputBoxes, QueryBoxes
 from hopper.mla.combine import COMBINING_CTAS, MlaCombine
-from hopper.mla.config import CONSUMERS, REGISTERS, VALUES_REGISTERS, MlaConfig, validate_mla_config
+from hopper.mla.config import (
+    CONSUMERS,
+    OUTPUT_ROWS,
+    REGISTERS,
+    VALUES_REGISTERS,
+    MlaConfig,
+    validate_mla_config,
+)
 from hopper.mla.producer import MlaProducer
 from hopper.mla.queries import Queries, chunks_of
 from hopper.mla.results import CtaRows, MlaResults
 from hopper.mla.schedule import mla_work
 from hopper.mla.scores import MlaScores, PartScores
+from hopper.mla.softmax import LaggingSoftmax
+from hopper.mla.values import MlaValues
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
-from hopper.wide.exchange import Exchange, WideBarrier, arrive, sync_cluster, wait
-from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, WideSmem, WideTensors
+from hopper.wide.exchange import Exchange, sync_cluster
+from hopper.wide.operands import Place, WidePipelines, WideSmem, WideTensors, tile_state
 from hopper.wide.products import tiled_mmas, values_mma
-from hopper.wide.values import ValuesConsumer
 
 
 class MlaKernel:
@@ -45,15 +53,17 @@ class MlaKernel:
 
     | role | warps | registers a thread | does |
     |---|---|---|---|
-    | scores | 0 to 3 | `REGISTERS.consumer` | Q, QV to shared memory, S, softmax, P V in half of the columns |
-    | values | 4 to 7 | `VALUES_REGISTERS` | P V in the second half |
-    | producer | 8 (9 to 11 idle) | `REGISTERS.producer` | TMA loads of K and of V |
+    | scores | 0 to 3 | `REGISTERS.consumer` | S, softmax, P V in the first of `parts`; Q, QV to shared memory |
+    | values | 4 to 7 | `VALUES_REGISTERS` | P V in the others |
+    | producer | 8 | `REGISTERS.producer` | TMA loads of K and of V |
+    | queries | 9 (10, 11 idle) | `REGISTERS.producer` | with `query_box` TMA loads of Q and QV |
 
     | pipeline | stages | bytes of a full stage | warps of each CTA of the cluster that empty it |
     |---|---|---|---|
+    | q, with `query_box` | 1 | `64 * (head_dim + head_dim_v) * element_bytes` | `4`, of its own CTA |
     | k | `stages` | `tile_n * head_dim * element_bytes` | `4` |
-    | v, first half | `stages` | `tile_n * half * element_bytes` | `4` |
-    | v, second half | `stages` | `tile_n * half * element_bytes` | `8` |
+    | v, first part | `stages` | `tile_n * parts[0] * element_bytes` | `4` |
+    | v, each other | `stages` | `tile_n * parts[i] * element_bytes` | `8` |
 
     Named barriers are those of ``WideForwardKernel``. The CTAs of a cluster have 64
     rows of a tile each, and every one loads a part of a key block for all by multicast.
@@ -93,6 +103,8 @@ class MlaKernel:
         caps = (softcap,) if const_expr(c.softcap) else ()
         is_packed = c.layout == VARLEN
         copies = tuple(self._copy_of(cache) for cache in (mK, mV))
+        if const_expr(c.query_box > 0):
+            copies += self._row_copies(mQ, mQV, mO)
         given = lengths, table, leftpad, cu_seqlens_q, max_splits
         lists = CacheLists.of(c, mK, given, (window_left, window_right, attention_chunk))
         outputs = Outputs(mO, mLSE, (sinks,) if const_expr(c.sinks) else (), (), parts)
@@ -137,11 +149,23 @@ class MlaKernel:
             load = cpasync.CopyBulkTensorTileG2SMulticastOp()
         return tuple(cpasync.make_tiled_tma_atom(load, view, swizzled_layout(*box, 1, self.dtype), box))[:2]
 
+    def _row_copies(self, mQ: cute.Tensor, mQV: cute.Tensor, mO: cute.Tensor) -> tuple:
+        """As ``_copy_of``, of Q, QV and O, whose boxes are heads of a token."""
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        rows = self.config.query_box
+        copies = []
+        for op, tensor, box_rows in ((load, mQ, rows), (load, mQV, rows), (store, mO, OUTPUT_ROWS)):
+            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 3, 1, 0]))
+            box = (box_rows, BOX_COLUMNS)
+            layout = swizzled_layout(*box, 1, self.dtype)
+            copies.append(tuple(cpasync.make_tiled_tma_atom(op, view, layout, box))[:2])
+        return tuple(copies)
+
     @cute.kernel
     def kernel(
         self,
         atoms: tuple,
-        caches: tuple,
+        views: tuple,
         queries: tuple,
         table: tuple,
         lists: CacheLists,
@@ -149,7 +173,8 @@ class MlaKernel:
         scale_log2: Float32,
         cap_factors: tuple,
     ):
-        """A cluster for each piece of the row of blocks."""
+        """A cluster for each piece of the row of blocks. ``atoms`` are of K and V, and of Q, QV and O where TMA copies
+        these, ``views`` the tensors as TMA sees them."""
         c = self.config
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         if warp == 0:
@@ -172,12 +197,20 @@ class MlaKernel:
         if warp >= first_producer:
             cute.arch.setmaxregister_decrease(REGISTERS.producer)
             if warp == first_producer:
-                keys = RawKeys(atoms[0], caches[0], smem.k, pipes.k, BOX_COLUMNS)
-                values = tuple(RawKeys(atoms[1], caches[1], smem.v, pipe, BOX_COLUMNS) for pipe in pipes.v)
-                page_size = caches[0].shape[0]
+                keys = RawKeys(atoms[0], views[0], smem.k, pipes.k, BOX_COLUMNS)
+                values = tuple(
+                    RawKeys(atoms[1], views[1], v, pipe, BOX_COLUMNS)
+                    for v, pipe in zip(smem.v, pipes.v, strict=True)
+                )
+                page_size = views[0].shape[0]
                 MlaProducer(c, work, keys, table, page_size, lane, values, Place(c.cluster, rank)).run()
                 # Beside who still asks for keys, what puts parts together would be in the way.
                 cute.arch.griddepcontrol_launch_dependents()
+            if const_expr(c.query_box > 0):
+                if warp == first_producer + 1:
+                    sources = tuple(map(BoxedRows, atoms[2:4], views[2:4]))
+                    targets = smem.q, smem.qv[0]
+                    QueryBoxes(c, work, sources, targets, pipes.q, rank * WARPGROUP_ROWS, lane).run()
         else:
             warp_in_group = warp % WARPS_PER_WARPGROUP
             sP = storage.p.get_tensor(self._p_layout().outer, swizzle=self._p_layout().inner)[None, None, 0]
@@ -186,19 +219,25 @@ class MlaKernel:
             parts = PartialResults(c, outputs.parts, work.heads)
             results = MlaResults(c, outputs.o, outputs.lse, outputs.sinks, parts, work.cta)
             place = warp_in_group, lane, rank * WARPGROUP_ROWS
+            told = exchanged.p, storage.inverse.get_tensor(cute.make_layout(WARPGROUP_ROWS))
+            inverse = Exchange(WideSmem(*told), warp_in_group, lane)
+            boxes = tuple(
+                OutputBoxes(c, BoxedRows(*o), smem.v) for o in zip(atoms[4:], views[4:], strict=True)
+            )
             if warp < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_increase(REGISTERS.consumer)
-                softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
+                softmax = LaggingSoftmax(scale_log2, self.dtype, c.rows_per_thread)
                 softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
-                consumer = MlaScores(c, tiled_mmas(c, self.dtype), smem, pipes, exchange, softmax)
+                consumer = MlaScores(c, tiled_mmas(c, self.dtype), smem, inverse, pipes, exchange, softmax)
                 targets = chunks_of(smem.q, c.head_dim), chunks_of(smem.qv[0], c.head_dim_v)
                 loads = Queries(c, queries, targets, place[2], warp_in_group * cute.arch.WARP_SIZE + lane)
-                self._score(work, consumer, results, loads, softcaps, place)
+                self._score(work, consumer, (results, boxes), loads, softcaps, place)
             else:
                 cute.arch.setmaxregister_increase(VALUES_REGISTERS)
-                mma = values_mma(c, self.dtype, warpgroup.OperandSource.SMEM)
-                values_consumer = ValuesConsumer(c, mma, smem.v, exchanged, pipes, exchange)
-                self._sum_values(work, values_consumer, results, place)
+                source = warpgroup.OperandSource.SMEM
+                mmas = tuple(values_mma(columns, self.dtype, source) for columns in c.parts[1:])
+                values_consumer = MlaValues(c, mmas, smem, inverse, pipes, exchange, exchanged)
+                self._sum_values(work, values_consumer, (results, boxes), place)
         if const_expr(c.cluster > 1):
             # The other CTA may still load for this one, or arrive at a barrier in it.
             sync_cluster(c.cluster)
@@ -228,17 +267,20 @@ class MlaKernel:
         self,
         work: Work,
         consumer: MlaScores,
-        results: MlaResults,
+        ways: tuple[MlaResults, tuple[OutputBoxes, ...]],
         queries: Queries,
         softcaps: tuple,
         place: tuple,
     ):
-        """The first consumer warpgroup: every tile of which this piece has a part. ``place`` are the warp in its group,
-        the lane, and the first row of this CTA among those of a tile."""
+        """The first consumer warpgroup: every tile of which this piece has a part. ``ways`` are those in which O
+        leaves, ``place`` the warp in its group, the lane, and the first row of this CTA among those of a tile."""
         c, lane = self.config, place[1]
+        results, _ = ways
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-        queries.clear()
-        consumer.clear()
+        q_phase = Int32(0)
+        if const_expr(c.query_box == 0):
+            queries.clear()
+            consumer.clear()
         sequence, tile, start, piece_end = work.first_tile(lane)
         while start < piece_end:
             seqlens = work.batch.seqlens(sequence)
@@ -249,21 +291,26 @@ class MlaKernel:
             if first >= end:
                 results.leave_nothing(rows)
             else:
-                queries.load(rows.tile)
+                if const_expr(c.query_box > 0):
+                    consumer.pipes.q.consumer_wait(tile_state(q_phase))
+                    q_phase ^= 1
+                else:
+                    queries.load(rows.tile)
                 column = first_column_of_thread(lane)
                 mask = RowMask(work.batch.window, c.tile_n, seqlens, rows.tile.first, column, rows.levels())
-                scores = PartScores(mask, (blocks.left_masked_end, blocks.unmasked_end), softcaps)
-                state = consumer.attend_to_part(scores, blocks.begin + first, blocks.begin + end, state)
+                edges = blocks.left_masked_end, blocks.unmasked_end
+                scores = PartScores(blocks.begin + first, mask, edges, softcaps)
+                state = consumer.start(scores, blocks.begin + end, state)
                 factors = results.leave_sums(consumer.softmax, rows, parts)
-                wait(WideBarrier.READ)
-                consumer.exchange.write_factors(factors)
-                arrive(WideBarrier.WRITTEN)
-                results.leave_columns(consumer.acc, FIRST_HALF, factors, rows, parts)
+                consumer.finish(factors)
+                product = consumer.acc, consumer.mmas.pv
+                self._leave(ways, consumer.pipes.v[0], product, (0, factors), (rows, parts), state)
+                state.advance()
             start += blocks.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
 
     @cute.jit
-    def _sum_values(self, work: Work, consumer: ValuesConsumer, results: MlaResults, place: tuple):
+    def _sum_values(self, work: Work, consumer: MlaValues, ways: tuple, place: tuple):
         """The second consumer warpgroup: the same tiles."""
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         consumer.exchange.prime()
@@ -275,11 +322,38 @@ class MlaKernel:
             count = parts.begin(work.cta + 1) - parts.begin(work.cta)
             if count > 0:
                 state = consumer.attend(count, state)
-                factors = consumer.receive_inverse_sum()
-                rows = self._rows(work, sequence, tile, place)
-                results.leave_columns(consumer.acc, SECOND_HALF, factors, rows, parts)
+                of_tile = self._rows(work, sequence, tile, place), parts
+                for i in cutlass.range_constexpr(len(consumer.accs)):
+                    product, factors = (consumer.accs[i], consumer.mmas[i]), consumer.factors
+                    self._leave(ways, consumer.pipes[i], product, (i + 1, factors), of_tile, state)
+                state.advance()
             start += blocks.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
+
+    @cute.jit
+    def _leave(
+        self,
+        ways: tuple[MlaResults, tuple[OutputBoxes, ...]],
+        pipe: PipelineTmaAsync,
+        product: tuple[cute.Tensor, cute.TiledMma],
+        multiplied: tuple,
+        of_tile: tuple,
+        state: pipeline.PipelineState,
+    ):
+        """O in the columns of a part of V, which is given back: by TMA, which takes it from there, where this piece has
+        all keys of the tile, else from registers. ``multiplied`` are the number of the part and the factors."""
+        results, boxes = ways
+        part, factors = multiplied
+        rows, parts = of_tile
+        if const_expr(len(boxes) == 0):
+            pipe.consumer_release(state)
+            results.leave_columns(product[0], part, factors, rows, parts)
+        else:
+            if results.is_whole(parts):
+                boxes[0].leave(product, part, factors, rows, state)
+            else:
+                results.leave_partial(product[0], part, rows, parts)
+            pipe.consumer_release(state)
 
     def _rows(self, work: Work, sequence: Int32, tile: Int32, place: tuple) -> CtaRows:
         """The thread's of a tile."""
@@ -290,45 +364,57 @@ class MlaKernel:
         return CtaRows(self.config, TileRows(seqlens, first, work.heads.head(head), work.batch.group), *place)
 
     def _make_pipelines(self, storage) -> WidePipelines:
-        """Those of the table in the docstring of the class; there is none of Q."""
+        """Those of the table in the docstring of the class."""
         c, one, both = self.config, WARPS_PER_WARPGROUP, CONSUMERS * WARPS_PER_WARPGROUP
-        barriers_v, values = storage.barriers_v.data_ptr(), c.tile_n * c.half
+        queries = storage.barriers_q.data_ptr(), one, WARPGROUP_ROWS * (c.head_dim + c.head_dim_v)
+        barriers_v = storage.barriers_v.data_ptr()
         return WidePipelines(
-            (),
+            self._tma_pipeline(*queries, (1, 1)) if c.query_box else (),
             self._tma_pipeline(storage.barriers_k.data_ptr(), one, c.tile_n * c.head_dim),
-            (
-                self._tma_pipeline(barriers_v, one, values),
-                self._tma_pipeline(barriers_v + 2 * c.stages, both, values),
+            tuple(
+                self._tma_pipeline(
+                    barriers_v + 2 * c.stages * part, both if part else one, c.tile_n * columns
+                )
+                for part, columns in enumerate(c.parts)
             ),
         )
 
-    def _tma_pipeline(self, barriers: cute.Pointer, warps: int, elements: int) -> PipelineTmaAsync:
-        """A stage is empty when ``warps`` of each CTA of the cluster have released it."""
+    def _tma_pipeline(
+        self, barriers: cute.Pointer, warps: int, elements: int, size: tuple[int, ...] = ()
+    ) -> PipelineTmaAsync:
+        """A stage is empty when ``warps`` of each CTA have released it. ``size`` are the stages and CTAs, empty where
+        they are those of keys."""
         c = self.config
+        stages, ctas = size or (c.stages, c.cluster)
         return PipelineTmaAsync.create(
-            num_stages=c.stages,
+            num_stages=stages,
             producer_group=CooperativeGroup(Agent.Thread),
-            consumer_group=CooperativeGroup(Agent.Thread, warps * c.cluster),
+            consumer_group=CooperativeGroup(Agent.Thread, warps * ctas),
             tx_count=elements * c.element_bytes,
             barrier_storage=barriers,
-            cta_layout_vmnk=cute.make_layout((1, 1, c.cluster, 1)),
+            cta_layout_vmnk=cute.make_layout((1, 1, ctas, 1)),
             defer_sync=True,
         )
 
     def _tensors(self, storage) -> WideTensors:
-        """What lies in shared memory, swizzled; O does not."""
+        """What lies in shared memory, swizzled; V as its parts, behind each other. O takes the place of V."""
         c = self.config
         layouts = {
             "q": swizzled_layout(WARPGROUP_ROWS, c.head_dim, 1, self.dtype),
             "k": swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
-            "v": swizzled_layout(c.tile_n, c.half, 2 * c.stages, self.dtype),
-            "qv": swizzled_layout(WARPGROUP_ROWS, c.half, 2, self.dtype),
+            "qv": swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, 1, self.dtype),
         }
-        q, k, v, qv = (
+        q, k, qv = (
             getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
             for name, layout in layouts.items()
         )
-        return WideTensors(q, k, v, (), (qv,))
+        v, start = [], storage.v.data_ptr()
+        for columns in c.parts:
+            layout = swizzled_layout(c.tile_n, columns, c.stages, self.dtype)
+            at = cute.recast_ptr(start, layout.inner, dtype=self.dtype)
+            v.append(cute.make_tensor(at, layout.outer))
+            start += c.stages * c.tile_n * columns
+        return WideTensors(q, k, tuple(v), (), (qv,))
 
     def _p_layout(self) -> cute.ComposedLayout:
         return swizzled_layout(WARPGROUP_ROWS, self.config.tile_n, 1, self.dtype)
@@ -339,8 +425,10 @@ class MlaKernel:
         @cute.struct
         class SharedStorage:
             barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
-            barriers_v: cute.struct.MemRange[cutlass.Int64, 4 * c.stages]
+            barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * len(c.parts) * c.stages]
+            barriers_q: cute.struct.MemRange[cutlass.Int64, 2]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUP_ROWS], 16]
+            inverse: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUP_ROWS], 16]
             q: cute.struct.Align[cute.struct.MemRange[dtype, WARPGROUP_ROWS * c.head_dim], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * c.tile_n * c.head_dim], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, c.stages * c.tile_n * c.head_dim_v], 1024]

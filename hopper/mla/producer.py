@@ -16,11 +16,10 @@ from hopper.wide.operands import Place
 
 @dataclass(frozen=True)
 class MlaProducer(Producer):
-    """Walks and looks pages up as ``Producer``; ``keys`` is K. ``values`` are the halves of V, in shared memory that
-    both share: stages of the first half, then of the second. Each has a pipeline, and all three the same state. In a
-    cluster a CTA loads its part of a block for all."""
+    """Walks and looks pages up as ``Producer``; ``keys`` is K, ``values`` are the parts of V. Each has a pipeline, and
+    all have the same state. In a cluster a CTA loads its part of a block for all."""
 
-    values: tuple[RawKeys, RawKeys]
+    values: tuple[RawKeys, ...]
     place: Place
 
     @property
@@ -30,13 +29,10 @@ class MlaProducer(Producer):
 
     @cute.jit
     def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
-        """K, then the halves of V in the order in which they become free."""
-        stages = self.config.stages
-        self._load_part(self.keys, head, 0, (page, row), state.index, state)
-        for half in cutlass.range_constexpr(len(self.values)):
-            columns = half * self.config.half
-            stage = half * stages + state.index
-            self._load_part(self.values[half], head, columns, (page, row), stage, state)
+        """K, then the parts of V in the order in which they become free."""
+        self._load_part(self.keys, head, 0, (page, row), state)
+        for part in cutlass.range_constexpr(len(self.values)):
+            self._load_part(self.values[part], head, sum(self.config.parts[:part]), (page, row), state)
 
     @cute.jit
     def _load_part(
@@ -45,13 +41,12 @@ class MlaProducer(Producer):
         head: Int32,
         column: cutlass.Constexpr[int],
         place: tuple[Int32, Int32],
-        stage: Int32,
         state: pipeline.PipelineState,
     ):
         """Columns from ``column`` on, as many as a stage has."""
         keys.pipe.producer_acquire(state)
         barrier = keys.pipe.producer_get_barrier(state)
-        target_stage = keys.smem[None, None, stage]
+        target_stage = keys.smem[None, None, state.index]
         box = (self.config.box_rows, BOX_COLUMNS)
         page, row = place
         own = self.config.boxes // self.config.cluster

@@ -60,7 +60,7 @@ class MlaResults(LoopInvariant):
         by."""
         factors = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         factors.fill(1.0)
-        is_whole, slot = self._is_whole(tile), self._slot(tile)
+        is_whole, slot = self.is_whole(tile), self._slot(tile)
         sums = self.parts.sums(slot)
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
             total = cute.arch.warp_reduction_sum(softmax.row_sum[r], threads_in_group=LANES_PER_ROW)
@@ -82,32 +82,43 @@ class MlaResults(LoopInvariant):
     def leave_columns(
         self,
         acc: cute.Tensor,
-        half: cutlass.Constexpr[int],
+        part: cutlass.Constexpr[int],
         factors: cute.Tensor,
         rows: CtaRows,
         tile: TileParts,
     ):
-        """By each warpgroup: its half of the columns of the thread's rows, multiplied by ``factors``."""
-        is_whole, o = self._is_whole(tile), self.parts.rows(self._slot(tile))
-        values, first = as_rows(acc), half * self.config.half + first_column_of_thread(rows.lane)
-        for r in cutlass.range_constexpr(self.config.rows_per_thread):
-            if rows.exists(r):
-                row, factor = rows.row(r), factors[r]
-                if is_whole:
-                    target = rows.tile.of(self.mO, row)
+        """By each warpgroup: its columns of the thread's rows, of a part of V, multiplied by ``factors``."""
+        if self.is_whole(tile):
+            values, first = as_rows(acc), self._first_column(part, rows)
+            for r in cutlass.range_constexpr(self.config.rows_per_thread):
+                if rows.exists(r):
+                    factor, target = factors[r], rows.tile.of(self.mO, rows.row(r))
                     words = cute.recast_tensor(target, Int32)
-                    for j in cutlass.range_constexpr(self.config.half // COLUMNS_PER_GROUP):
+                    for j in cutlass.range_constexpr(self.config.parts[part] // COLUMNS_PER_GROUP):
                         column = first + j * COLUMNS_PER_GROUP
                         if column < target.shape[0]:
                             low, high = values[r, (0, j)] * factor, values[r, (1, j)] * factor
                             words[column // 2] = pack(low, high, self.mO.element_type)
-                else:
-                    for j in cutlass.range_constexpr(self.config.half // COLUMNS_PER_GROUP):
-                        place = first + j * COLUMNS_PER_GROUP, row
-                        store_2(o, place, values[r, (0, j)], values[r, (1, j)])
+        else:
+            self.leave_partial(acc, part, rows, tile)
 
     @cute.jit
-    def _is_whole(self, tile: TileParts) -> Boolean:
+    def leave_partial(self, acc: cute.Tensor, part: cutlass.Constexpr[int], rows: CtaRows, tile: TileParts):
+        """``leave_columns`` of a tile that other pieces have keys of."""
+        o, values, first = self.parts.rows(self._slot(tile)), as_rows(acc), self._first_column(part, rows)
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            if rows.exists(r):
+                for j in cutlass.range_constexpr(self.config.parts[part] // COLUMNS_PER_GROUP):
+                    place = first + j * COLUMNS_PER_GROUP, rows.row(r)
+                    store_2(o, place, values[r, (0, j)], values[r, (1, j)])
+
+    def _first_column(self, part: int, rows: CtaRows) -> Int32:
+        """Of the thread's columns of a part of V."""
+        return sum(self.config.parts[:part]) + first_column_of_thread(rows.lane)
+
+    @cute.jit
+    def is_whole(self, tile: TileParts) -> Boolean:
+        """Whether this piece has all keys of a tile."""
         return tile.begin(self.piece) == 0 and tile.begin(self.piece + 1) == tile.blocks
 
     @cute.jit

@@ -13,10 +13,10 @@ from hopper.decode.operands import CacheLists, Work
 from hopper.decode.schedule import HeadsTogether, Pieces
 from hopper.mla.config import MlaConfig
 
-TILE_COST = {1: 3, 2: 6}
+TILE_COST = {1: 2, 2: 3}
 """Key blocks that CTAs could visit in the time that a tile takes beside its own, for Q, the first scores, the last
-product and O: by the CTAs of a cluster. By 512 sequences of 2k keys beside 128 of 8k it is 5.9 blocks with 128 heads,
-3.2 with 64 and 1.0 with 16 (``mla_uneven.json``, run 1, ``dyn``)."""
+product and O: by the CTAs of a cluster. With 128 heads 3 were faster than 6 once Q and O went by TMA
+(``mla_tiles.json``, ``box3`` beside ``box``)."""
 
 SHORTENED = 8
 """A tile counts as a block more for every so many that a piece has, up to TILE_COST."""

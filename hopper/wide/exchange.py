@@ -14,11 +14,13 @@ from hopper.wide.operands import WideSmem
 
 
 class WideBarrier(IntEnum):
-    """Hardware ids. 1 and 2 are of one warpgroup each (``sync_warpgroup``), these of both."""
+    """Hardware ids. 1 and 2 are of one warpgroup each (``sync_warpgroup``), these of both. SUMMED is of kernels that
+    decode over a latent."""
 
     WRITTEN = 3
     SCORED = 4
     READ = 5
+    SUMMED = 6
 
 
 def arrive(barrier: WideBarrier) -> None:

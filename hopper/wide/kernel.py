@@ -242,7 +242,7 @@ class WideForwardKernel:
                 consumer = ScoresConsumer(c, mmas, smem, pipes, exchange, softmax)
                 self._score(work, consumer, epilogue)
             else:
-                mma = values_mma(c, self.dtype, warpgroup.OperandSource.SMEM)
+                mma = values_mma(c.half, self.dtype, warpgroup.OperandSource.SMEM)
                 values = ValuesConsumer(c, mma, smem.v, exchanged, pipes, exchange)
                 self._sum_values(work, values, epilogue)
         if const_expr(c.cluster > 1):

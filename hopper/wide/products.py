@@ -17,12 +17,12 @@ def tiled_mmas(config: Any, dtype: type) -> Mmas:
     """Of the first consumer warpgroup: S from shared memory, and P V with P in registers."""
     keys, tile = OperandMajorMode.K, (WARPGROUP_ROWS, config.tile_n)
     qk = hopper_helpers.make_trivial_tiled_mma(dtype, dtype, keys, keys, Float32, ONE_WARPGROUP, tile)
-    return Mmas(qk, values_mma(config, dtype, warpgroup.OperandSource.RMEM))
+    return Mmas(qk, values_mma(config.half, dtype, warpgroup.OperandSource.RMEM))
 
 
-def values_mma(config: Any, dtype: type, source: warpgroup.OperandSource) -> cute.TiledMma:
-    """P V in half of the columns."""
-    keys, columns, tile = OperandMajorMode.K, OperandMajorMode.MN, (WARPGROUP_ROWS, config.half)
+def values_mma(columns: int, dtype: type, source: warpgroup.OperandSource) -> cute.TiledMma:
+    """P V in some of the columns."""
+    of_p, of_v, tile = OperandMajorMode.K, OperandMajorMode.MN, (WARPGROUP_ROWS, columns)
     return hopper_helpers.make_trivial_tiled_mma(
-        dtype, dtype, keys, columns, Float32, ONE_WARPGROUP, tile, a_source=source
+        dtype, dtype, of_p, of_v, Float32, ONE_WARPGROUP, tile, a_source=source
     )

@@ -130,11 +130,11 @@ class ScoresConsumer(LoopInvariant):
         issue_gemm(self.mmas.pv, self.acc, self.tOrP, self.tOrV[None, None, None, state.index], True)
 
     @cute.jit
-    def _start_scores(self, acc_S: cute.Tensor, state: PipelineState):
-        """Start Q K^T of the block at ``state``, as a group of WGMMAs."""
+    def _start_scores(self, acc_S: cute.Tensor, state: PipelineState, closes: cutlass.Constexpr[bool] = True):
+        """Start Q K^T of the block at ``state``, as a group of WGMMAs; ``closes`` as in ``issue_gemm``."""
         self.pipes.k.consumer_wait(state)
         tSrQ, tSrK = self.tSrQ[None, None, None, 0], self.tSrK[None, None, None, state.index]
-        issue_gemm(self.mmas.qk, acc_S, tSrQ, tSrK, False)
+        issue_gemm(self.mmas.qk, acc_S, tSrQ, tSrK, False, closes)
 
     @cute.jit
     def _continue_scores(self, acc_S: cute.Tensor, state: PipelineState):

@@ -43,6 +43,7 @@ def select_mla(call: CacheCall) -> MlaConfig:
         shape.head_dim_v,
         call.mask.causal,
         *pages_of(call),
+        group=shape.heads // shape.kv_heads,
         **fields_of(call),
     )
     assert config is not None

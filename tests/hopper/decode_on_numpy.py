@@ -145,8 +145,10 @@ class Step:
         softmax_scale: float,
         cluster: int = 1,
         columns: int = 1,
+        boxed: tuple[Tensor, ...] = (),
     ) -> Tensor:
-        """lse; ``given`` are the tensors of queries, ``columns`` the CTAs that share out those of a row."""
+        """lse; ``given`` are the tensors of queries, ``columns`` the CTAs that share out those of a row, ``boxed`` the
+        tensors of rows whose maps are the last ones."""
         c, cache, launch, rules = self.config, self.cache, self.launch, self.rules
         lse = torch.full(self.queries.lse_shape, math.nan)
         parts = torch.full((PARTS_PER_CTA * launch.ctas, c.part_floats), math.nan)
@@ -161,6 +163,7 @@ class Step:
         arguments.values += [
             struct.pack("<4i", *(x.shape[i] for i in (1, 3, 2, 0))) for x in (cache.k, cache.v)
         ]
+        arguments.values += [struct.pack("<4i", *(x.shape[i] for i in (2, 3, 1, 0))) for x in boxed]
         add_tensors(arguments, *given)
         if c.paged:
             add_tensors(arguments, cache.table, older=self.older.table)

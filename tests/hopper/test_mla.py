@@ -18,6 +18,7 @@ from hopper.mla.config import (
     MlaConfig,
     box_rows_for,
     holds_values,
+    query_box_of,
     select_mla_config,
     validate_mla_config,
 )
@@ -48,6 +49,8 @@ def config_of(
 SHORT = config_of("bfloat16", False, 16)
 CLUSTER = config_of("bfloat16", True, 128, limits_splits=True)
 EVERYTHING = {"window": True, "chunk": True, "layout": "varlen", "softcap": True, "sinks": True}
+BOXES = config_of("bfloat16", True, 128, group=128)
+SMALL_BOXES = config_of("float16", True, 64, 16, group=16)
 NARROW = replace(
     config_of("float16", True, 64, 1000, 1, paged=False, leftpad=True, **EVERYTHING),
     head_dim_v=256,
@@ -60,6 +63,9 @@ COMPILED = [
     config_of("float16", True, 64, 16),
     config_of("bfloat16", True, 128, 16, layout="varlen"),
     config_of("bfloat16", True, 128, 16, limits_splits=True, sinks=True),
+    BOXES,
+    SMALL_BOXES,
+    config_of("bfloat16", True, 128, 16, group=64, window=True, chunk=True, softcap=True, sinks=True),
     replace(NARROW, stages=4),
 ]
 """With 512 columns and all features together packed queries of a cluster spill two registers."""
@@ -81,10 +87,10 @@ def test_kernels_compile_without_spills(config: MlaConfig, usages: dict[Any, Res
     assert usage.shared_bytes <= SMEM_BYTES
 
 
-@pytest.mark.parametrize("config", [SHORT, CLUSTER], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [SHORT, CLUSTER, BOXES], ids=lambda config: config.name)
 def test_nothing_touches_a_product_in_flight(config: MlaConfig) -> None:
     count, hazards = find_hazards(ptx_of(config))
-    # Two sites of S with 36 steps each, and of P V two of the first warpgroup and one of the second.
+    # Two sites of S with 36 steps each, and of P V two of each warpgroup.
     assert count >= 2 * 36 and hazards == []
 
 
@@ -117,6 +123,35 @@ def test_values_are_held_back_by_rows(columns: int, rows: int, held: bool) -> No
 
 
 @pytest.mark.parametrize(
+    ("group", "rows", "layout", "box"),
+    [
+        (128, 128, "dense", 64),
+        (64, 64, "dense", 64),
+        (192, 192, "dense", 64),
+        (48, 48, "dense", 16),
+        (16, 64, "dense", 16),
+        (40, 80, "dense", 0),
+        (32, 32, "dense", 0),
+        (128, 128, "varlen", 0),
+    ],
+)
+def test_boxes_of_queries(group: int, rows: int, layout: str, box: int) -> None:
+    assert query_box_of(group, rows, layout) == box
+    config = select_mla_config("bfloat16", 512, True, 64, 8, rows, group, layout)
+    assert config is not None and config.query_box == box
+    assert (f"_q{box}" in config.name) == (box > 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "box"),
+    [(BOXES, 32), (SHORT, 16), (replace(BOXES, layout="varlen"), 64), (replace(BOXES, tile_n=32), 64)],
+)
+def test_boxes_that_there_are_not(config: MlaConfig, box: int) -> None:
+    with pytest.raises(ValueError, match=r"^query_box"):
+        validate_mla_config(replace(config, query_box=box, box_rows=16))
+
+
+@pytest.mark.parametrize(
     ("field", "wrong"),
     [
         ("dtype", "float32"),
@@ -138,7 +173,7 @@ def test_configs_that_no_kernel_is_built_from(field: str, wrong: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Queries and keys of each sequence, and the columns of K and of V."""
+    """Queries and keys of each sequence, the columns of K and of V, and the softmax_scale times the root of both."""
 
     config: MlaConfig
     queries: tuple[int, ...]
@@ -150,6 +185,7 @@ class Case:
     pads: tuple[int, ...] = ()
     sides: tuple[int, ...] = ()
     rules: Rules = NO_RULES
+    scale: float = 0.8
 
 
 def draw(case: Case) -> tuple[Queries, Tensor, Cache]:
@@ -166,7 +202,7 @@ def draw(case: Case) -> tuple[Queries, Tensor, Cache]:
 
 def check(case: Case) -> None:
     queries, qv, cache = draw(case)
-    scale = 0.8 * sum(case.columns) ** -0.5
+    scale = case.scale * sum(case.columns) ** -0.5
     out, lse = mla_on_numpy(case.config, queries, qv, cache, scale, case.launch, case.sides, case.rules)
     second = replace(queries, q=qv)
     left, right, *chunk = case.sides or (UNLIMITED, UNLIMITED)
@@ -220,9 +256,30 @@ def test_pieces_alike_are_fewer() -> None:
     check(Case(SHORT, (1, 1), (512, 500), 64, Launch(17, timing=LATE), (16, 1)))
 
 
+def test_a_maximum_that_lags_behind() -> None:
+    """Some blocks have maxima that are more than ``LAG`` octaves above those of the blocks before, most have not."""
+    check(Case(SHORT, (1, 1), (650, 200), 64, Launch(2, timing=LATE), (16, 1), scale=8.0))
+
+
 def test_two_ctas_share_keys() -> None:
     """Tokens of a step under a causal mask, 80 rows, of which the second CTA of the cluster has 16."""
     check(Case(CLUSTER, (2, 2), (130, 64), 64, Launch(2, max_splits=2, timing=LATE), (40, 1)))
+
+
+def test_rows_by_tma() -> None:
+    """Two pieces: a whole tile, whose O leaves by TMA, a sequence without keys, and one in two parts."""
+    check(Case(BOXES, (1, 1, 1), (330, 0, 520), 64, Launch(2, timing=LATE), (128, 1)))
+
+
+def test_rows_in_small_boxes_by_tma() -> None:
+    """Two tokens of 16 heads for each of two K/V heads: half of the rows of a tile, behind which Q has none."""
+    check(Case(SMALL_BOXES, (2, 2), (130, 400), 16, Launch(2, timing=LATE), (32, 2)))
+
+
+def test_more_tiles_than_one_by_tma() -> None:
+    """Three tokens of 48 heads, 144 rows: the second tile of each has 16."""
+    config = replace(BOXES, query_box=16)
+    check(Case(config, (3, 3), (70, 64), 64, Launch(2, timing=LATE), (48, 1)))
 
 
 def test_everything_at_once() -> None:
