@@ -221,3 +221,14 @@ def normalize_rows(acc: cute.Tensor, inverse_sum: cute.Tensor):
         for j in cutlass.range_constexpr(rows.shape[1][1]):
             for e in cutlass.range_constexpr(rows.shape[1][0]):
                 rows[r, (e, j)] = Float32(0.0) if is_empty else rows[r, (e, j)] * inverse_sum[r]
+
+
+@cute.jit
+def clear_empty_rows(acc: cute.Tensor, inverse_sum: cute.Tensor):
+    """Make rows 0 that are without keys: that have a factor of 0. They are rare, so a branch asks once a row."""
+    rows = as_rows(acc)
+    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+        if inverse_sum[r] == Float32(0.0):
+            for j in cutlass.range_constexpr(rows.shape[1][1]):
+                for e in cutlass.range_constexpr(rows.shape[1][0]):
+                    rows[r, (e, j)] = Float32(0.0)

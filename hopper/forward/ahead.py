@@ -14,13 +14,15 @@ LINE_BYTES = 128
 
 
 @cute.jit
-def ask_for_first_tile(config: ForwardConfig, inputs: tuple, batch: DenseBatch, of_order: tuple):
+def ask_for_first_tile(
+    config: ForwardConfig, inputs: tuple, v_row_mode: int, batch: DenseBatch, of_order: tuple
+):
     """Have Q of the CTA's first tile come to L2, and the K and V that it visits first; by all threads.
 
     All SMs meet in L2, so what the kernel in front stores later is in it as well: nothing is read here, and no result
     depends on it. Without a mask the tiles of a head begin with the same keys, and ask for a part each. ``inputs`` are
-    the views of Q (seqlen, head_dim, heads, batch), K, and V (head_dim_v, keys, kv_heads, batch); ``of_order`` is what
-    ``batch`` makes the order of tiles from.
+    the views of Q (seqlen, head_dim, heads, batch), K, and V (head_dim_v, keys, kv_heads, batch), or as K is with a
+    ``v_row_mode`` of 0; ``of_order`` is what ``batch`` makes the order of tiles from.
     """
     c, (lengths, _, group, *_) = config, of_order
     mQ, mK, mVt = inputs
@@ -35,7 +37,8 @@ def ask_for_first_tile(config: ForwardConfig, inputs: tuple, batch: DenseBatch, 
         n_begin = blocks.last * c.tile_n
         queries, keys = mQ[None, None, head, number], mK[None, None, head_kv, number]
         values = mVt[None, None, head_kv, number]
-        values = cute.make_tensor(values.iterator, cute.select(values.layout, mode=[1, 0]))
+        rows_first = [v_row_mode, 1 - v_row_mode]
+        values = cute.make_tensor(values.iterator, cute.select(values.layout, mode=rows_first))
         _ask(c.threads, queries, m_block * c.tile_m, c.tile_m, c.head_dim)
         _ask(c.threads, keys, n_begin, c.tile_n, c.head_dim, first, step)
         _ask(c.threads, values, n_begin, c.tile_n, c.head_dim_v, first, step)

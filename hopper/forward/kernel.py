@@ -295,7 +295,7 @@ class ForwardKernel:
         cute.arch.sync_threads()
         of_order = lengths, mLSE, heads_per_kv_head, heads_per_section, divisors
         if const_expr(c.asks_early):
-            ask_for_first_tile(c, inputs, parts.batch, of_order)
+            ask_for_first_tile(c, inputs, parts.kv_source.v_row_mode, parts.batch, of_order)
         if const_expr(c.starts_early):
             # Nothing above reads or writes global memory. From here on the kernel in front has ended, and the next one
             # may start, up to its own wait.

@@ -315,8 +315,7 @@ def fp8_forward_on_numpy(
     timing: Timing = AT_ONCE,
     sides: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as the FP8 kernel of ``config`` leaves them, given a mean of V where a launch gives it one; ``sides``
-    are those of its window."""
+    """out and lse as the FP8 kernel leaves them, given a mean of V where a launch gives it; ``sides`` of its window."""
     c, q, k, v = config, parts.q, parts.k, parts.v
     if c.v_rows:
         v_map = row_map(v.row_major().data, c.tile_n, c.head_dim_v)
@@ -340,8 +339,9 @@ def fp8_forward_on_numpy(
     arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
-    if c.o_from_registers:
-        arguments.rows_of(out)
+    asked = (q.data, k.data, v.row_major().data) if c.asks_early else ()
+    for rows in (out, *asked) if c.o_from_registers else asked:
+        arguments.rows_of(rows)
     arguments.launch(program_of(config), (1, 1, 1), timing)
     return out, lse
 

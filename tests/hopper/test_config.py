@@ -228,6 +228,17 @@ def test_short_calls_ask_for_their_first_tile_and_begin_in_turns():
     assert not any(c.asks_early or c.begins_in_turn or c.has_whole_beginnings for c in changed)
 
 
+def test_fp8_with_v_in_rows_asks_for_its_first_tile_at_head_dim_256():
+    def of(head_dim, causal, seqlen_k, **others):
+        others = {"v_rows": True, "without_lse": True, **others}
+        return select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", seqlen_k, **others)
+
+    assert all(of(256, True, seqlen_k).asks_early for seqlen_k in (256, 1024))
+    others = [of(128, True, 1024), of(256, True, 1024, v_rows=False), of(256, True, 1024, window=True)]
+    others += [of(256, True, 1024, layout="varlen"), of(256, True, 2048), of(256, False, 256)]
+    assert not any(config.asks_early for config in others)
+
+
 def test_blocks_that_divide_no_power_of_two_are_cut_at_the_end():
     def of(head_dim, causal, seqlen_k, **others):
         config = select_forward_config("bfloat16", head_dim, head_dim, causal, seqlen_k)

@@ -171,6 +171,11 @@ class Fp8ForwardConfig(ForwardConfig):
         return self.lowers_queries or self.o_from_registers
 
     @property
+    def asks_early(self) -> bool:
+        """Where V comes in rows, a mask is causal and each maximum is taken: there it was timed, and gained."""
+        return self.has_short_beginnings and self.is_plain
+
+    @property
     def mean_bytes(self) -> int:
         """A mean of V in float32 for each consumer."""
         return 4 * self.consumers * self.head_dim_v

@@ -14,7 +14,7 @@ from cute_kernels.fragments import (
     as_rows,
     pair_of_quads,
 )
-from cute_kernels.softmax import normalize_rows
+from cute_kernels.softmax import clear_empty_rows, normalize_rows, scale_rows
 from hopper.config import WARPGROUP_THREADS
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.unscaled import NoCorrection
@@ -71,14 +71,13 @@ class MeanOfV(NoCorrection):
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                     for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
                         rows[r, (e, j)] = multiply_add(rows[r, (e, j)], inverse_sum[r], pair[e])
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                if inverse_sum[r] == Float32(0.0):
-                    for j in cutlass.range_constexpr(rows.shape[1][1]):
-                        for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
-                            rows[r, (e, j)] = Float32(0.0)
+            clear_empty_rows(acc, inverse_sum)
             if const_expr(self.has_quads):
                 # No barrier of the epilogue follows.
                 sync_warpgroup(wg)
+        elif const_expr(self.has_quads):
+            scale_rows(acc, inverse_sum)
+            clear_empty_rows(acc, inverse_sum)
         else:
             normalize_rows(acc, inverse_sum)
 

@@ -9,7 +9,6 @@ from cute_kernels.fast_math import pin
 from cute_kernels.fragments import COLUMNS_PER_GROUP
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
-from hopper.config import MIN_REGISTERS
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.forward.operands import Pipelines
 from hopper.swizzled_bytes import SwizzledBytes
@@ -23,7 +22,7 @@ EVEN_COLUMNS, TO_ODD_COLUMNS = 0x6420, 0x1111
 words, and what makes of it what selects the odd ones, by a sum or by flipping bits."""
 
 UNITS_AT_ONCE = 2
-"""That a warp has on their way from shared memory where there are registers for it."""
+"""That a warp has on their way from shared memory: one waits for the trip there and back, two fit into 24 registers."""
 
 
 class VTransposer(LoopInvariant):
@@ -87,9 +86,8 @@ class VTransposer(LoopInvariant):
             for step in range(c.tile_n // FP8_KEYS_PER_STEP)
             for columns in range(0, c.head_dim_v // COLUMNS_PER_UNIT, PRODUCER_WARPS)
         ]
-        at_once = UNITS_AT_ONCE if c.registers.producer > MIN_REGISTERS else 1
-        for i in cutlass.range_constexpr(0, len(units), at_once):
-            under_way = units[i : i + at_once]
+        for i in cutlass.range_constexpr(0, len(units), UNITS_AT_ONCE):
+            under_way = units[i : i + UNITS_AT_ONCE]
             loaded = [
                 _load_unit(source.address(step * FP8_KEYS_PER_STEP, columns)) for step, columns in under_way
             ]
