@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.integers import divide, maximum, minimum
@@ -15,10 +15,14 @@ from cute_kernels.seqlen import SeqlenInfo
 from hopper.decode.config import WARP_THREADS, DecodeConfig
 from hopper.decode.operands import RawKeys, Work
 
+EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
+"""How L2 keeps what TMA loads: what ``createpolicy.fractional`` of PTX makes of these names."""
+
 
 class Visit(NamedTuple):
     """The blocks that a CTA visits of a tile that counts as ``units``: ``first`` to ``last``, of one K/V head. Key 0 of
-    the sequence is ``first_row`` of its cache, and no query sees one before ``first_seen``."""
+    the sequence is ``first_row`` of its cache, and no query sees one before ``first_seen``. ``policy`` is as in
+    ``Guess``."""
 
     sequence: Int32
     seqlens: SeqlenInfo
@@ -28,14 +32,17 @@ class Visit(NamedTuple):
     units: Any
     first_row: Any
     first_seen: Any
+    policy: Int64
 
 
 class Guess(NamedTuple):
-    """The block with which a CTA may begin: its K/V head, and the page and the row of this lane's box."""
+    """A block, as that with which a CTA may begin: its K/V head, the page and the row of this lane's box, and how L2
+    keeps it."""
 
     head: Int32
     page: Int32
     row: Int32
+    policy: Int64
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class Producer(LoopInvariant):
                 count = minimum(block + 1 - visit.first, self.at_once) if self.at_once > 1 else 1
                 for i in cutlass.range(count, unroll=1):
                     page, row = self._page(number, i), self._row(block - i, first_row, keys)
-                    self._bring((visit.head, page, row), state, is_there)
+                    self._bring(Guess(visit.head, page, row, visit.policy), state, is_there)
                     self._load_scales(
                         block - i, (visit.first_seen, keys), visit.head, (self.lane, page, row), state
                     )
@@ -122,8 +129,8 @@ class Producer(LoopInvariant):
         first = blocks.begin + parts.begin(work.cta)
         last = blocks.begin + parts.begin(work.cta + 1) - 1
         head = work.heads.head(divide(tile, work.batch.row_tiles(seqlens)))
-        first_row = work.batch.first_row(sequence)
-        return Visit(sequence, seqlens, head, first, last, blocks.units, first_row, blocks.first_seen)
+        first_row, policy = work.batch.first_row(sequence), policy_of(work.batch.row_tiles(seqlens))
+        return Visit(sequence, seqlens, head, first, last, blocks.units, first_row, blocks.first_seen, policy)
 
     @cute.jit
     def _begin(self) -> tuple[Guess, Boolean]:
@@ -133,7 +140,8 @@ class Producer(LoopInvariant):
         has_blocks = visit.first <= visit.last
         page = self._page(self._look_up(sequence, visit.last, visit.first_row), 0)
         row = self._row(visit.last, visit.first_row, visit.seqlens.seqlen_k)
-        return Guess(Int32(visit.head), Int32(page), row if has_blocks else self.page_size), has_blocks
+        row = row if has_blocks else self.page_size
+        return Guess(Int32(visit.head), Int32(page), row, visit.policy), has_blocks
 
     def _look_up(self, sequence: Int32, block: Int32, first_row: Int32) -> Int32:
         """What is said to be the page of this lane's box, of key block ``block`` or of one before."""
@@ -171,25 +179,25 @@ class Producer(LoopInvariant):
     @cute.jit
     def _bring(
         self,
-        place: tuple[Int32, Int32, Int32],
+        place: Guess,
         state: pipeline.PipelineState,
         is_there: tuple[Boolean, ...],
     ):
-        """A block to its stage, where the first one may be under way. ``place`` is what a ``Guess`` has."""
+        """A block to its stage, where the first one may be under way."""
         if const_expr(len(is_there) == 0):
-            self._load(*place, state)
+            self._load(place, state)
         elif is_there[0] and state.count == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.keys.pipe.producer_get_barrier(state))
         else:
-            self._load(*place, state)
+            self._load(place, state)
 
     @cute.jit
-    def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
+    def _load(self, place: Guess, state: pipeline.PipelineState):
         """A block, whose boxes lie where the lanes say."""
         pipe = self.keys.pipe
         pipe.producer_acquire(state)
-        self._fetch(Guess(head, page, row), pipe.producer_get_barrier(state), state.index)
+        self._fetch(place, pipe.producer_get_barrier(state), state.index)
 
     @cute.jit
     def _fetch(self, place: Guess, barrier: cute.Pointer, index: Int32):
@@ -208,4 +216,11 @@ class Producer(LoopInvariant):
                     cute.group_modes(cute.local_tile(stage, box, (i, part)), 0, 2),
                     cute.group_modes(cute.local_tile(source, box, (0, part)), 0, 2),
                 )
-                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier)
+                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, cache_policy=place.policy)
+
+
+@cute.jit
+def policy_of(tiles: Int32) -> Int64:
+    """For keys of so many tiles: those of one are read once, and need not drive from L2 what the next launch finds
+    there. Several tiles find them there themselves."""
+    return Int64(EVICT_FIRST) if tiles <= 1 else Int64(EVICT_NORMAL)
