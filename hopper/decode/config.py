@@ -107,8 +107,12 @@ class DecodeConfig:
 
     @property
     def guesses(self) -> bool:
-        """Whether a CTA guesses its first block before it may read: measured in clusters, slower with e4m3 by 0.3 %."""
-        return self.cluster > 1 and not self.cache_dtype
+        """Whether a CTA guesses its first block before it may read: in clusters, and where it first has to find its
+        sequence, as was measured (``decode_evict_first.json``). With e4m3 it is slower by 0.3 %, with the smaller
+        blocks of one sequence by 1."""
+        of_any = (self.head_dim, self.head_dim_v, self.tile_m, self.tile_n) == (128, 128, 32, 128)
+        is_dense = self.layout == DENSE and not self.limits_splits
+        return not self.cache_dtype and (self.cluster > 1 or (of_any and is_dense))
 
     @property
     def element_bytes(self) -> int:

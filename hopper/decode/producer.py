@@ -69,8 +69,8 @@ class Producer(LoopInvariant):
 
     @cute.jit
     def guess(self) -> Guess:
-        """Where the CTA of a cluster begins, by ``work`` and ``table`` as they are ``Unsettled``. Whatever they say, it
-        lies in the cache; of a CTA without blocks it is the row behind the last, where TMA finds zeros."""
+        """Where this CTA begins, by ``work`` and ``table`` as they are ``Unsettled``. Whatever they say, it lies in the
+        cache; of a CTA without blocks it is the row behind the last, where TMA finds zeros."""
         return self._begin()[0]
 
     @cute.jit
@@ -134,10 +134,11 @@ class Producer(LoopInvariant):
 
     @cute.jit
     def _begin(self) -> tuple[Guess, Boolean]:
-        """The block with which the CTA of a cluster begins, and whether it has any."""
-        sequence, tile, start, _ = self.work.first_tile(self.lane)
+        """The block with which this CTA begins, and whether it has any."""
+        sequence, tile, start, end = self.work.first_tile(self.lane)
+        sequence = minimum(sequence, self.work.batch.batch - 1)
         visit = self._visit(sequence, tile, start)
-        has_blocks = visit.first <= visit.last
+        has_blocks = visit.first <= visit.last and start < end
         page = self._page(self._look_up(sequence, visit.last, visit.first_row), 0)
         row = self._row(visit.last, visit.first_row, visit.seqlens.seqlen_k)
         row = row if has_blocks else self.page_size
