@@ -115,6 +115,12 @@ class DecodeConfig:
         return not self.cache_dtype and (self.cluster > 1 or (of_any and is_dense))
 
     @property
+    def names_policy(self) -> bool:
+        """Whether loads of keys say how L2 keeps them: with 64 rows of 256 columns a thread spills for that, and more
+        rows than 32 were not measured."""
+        return self.tile_m < WARPGROUP_ROWS
+
+    @property
     def element_bytes(self) -> int:
         """Of what is multiplied."""
         return 1 if self.is_swapped else 2

@@ -206,6 +206,7 @@ class Producer(LoopInvariant):
         keys = self.keys
         stage = keys.smem[None, None, index]
         box = (self.config.box_rows, keys.box_columns)
+        policies = {"cache_policy": place.policy} if const_expr(self.config.names_policy) else {}
         for i in cutlass.range_constexpr(self.config.boxes):
             of_page = keys.cache[None, None, place.head, cute.arch.shuffle_sync(place.page, offset=i)]
             source = cute.domain_offset((cute.arch.shuffle_sync(place.row, offset=i), 0), of_page)
@@ -217,7 +218,7 @@ class Producer(LoopInvariant):
                     cute.group_modes(cute.local_tile(stage, box, (i, part)), 0, 2),
                     cute.group_modes(cute.local_tile(source, box, (0, part)), 0, 2),
                 )
-                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, cache_policy=place.policy)
+                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, **policies)
 
 
 @cute.jit
