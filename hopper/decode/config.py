@@ -115,10 +115,10 @@ class DecodeConfig:
         return not self.cache_dtype and (self.cluster > 1 or (of_any and is_dense))
 
     @property
-    def names_policy(self) -> bool:
-        """Whether loads of keys say how L2 keeps them: with 64 rows of 256 columns a thread spills for that, and more
-        rows than 32 were not measured."""
-        return self.tile_m < WARPGROUP_ROWS
+    def reads_once(self) -> bool:
+        """Whether a K/V head has one tile, whose keys need not stay in L2 then: of up to 32 rows, but for scales of
+        single keys, where more rows are several tiles. Several tiles find keys there themselves."""
+        return self.tile_m < WARPGROUP_ROWS and not self.row_scales
 
     @property
     def element_bytes(self) -> int:

@@ -15,14 +15,13 @@ from cute_kernels.seqlen import SeqlenInfo
 from hopper.decode.config import WARP_THREADS, DecodeConfig
 from hopper.decode.operands import RawKeys, Work
 
-EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000
-"""How L2 keeps what TMA loads: what ``createpolicy.fractional`` of PTX makes of these names."""
+EVICT_FIRST = 0x12F0000000000000
+"""How L2 keeps what TMA loads: what ``createpolicy.fractional.L2::evict_first`` of PTX makes."""
 
 
 class Visit(NamedTuple):
     """The blocks that a CTA visits of a tile that counts as ``units``: ``first`` to ``last``, of one K/V head. Key 0 of
-    the sequence is ``first_row`` of its cache, and no query sees one before ``first_seen``. ``policy`` is as in
-    ``Guess``."""
+    the sequence is ``first_row`` of its cache, and no query sees one before ``first_seen``."""
 
     sequence: Int32
     seqlens: SeqlenInfo
@@ -32,17 +31,14 @@ class Visit(NamedTuple):
     units: Any
     first_row: Any
     first_seen: Any
-    policy: Int64
 
 
 class Guess(NamedTuple):
-    """A block, as that with which a CTA may begin: its K/V head, the page and the row of this lane's box, and how L2
-    keeps it."""
+    """The block with which a CTA may begin: its K/V head, and the page and the row of this lane's box."""
 
     head: Int32
     page: Int32
     row: Int32
-    policy: Int64
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class Producer(LoopInvariant):
                 count = minimum(block + 1 - visit.first, self.at_once) if self.at_once > 1 else 1
                 for i in cutlass.range(count, unroll=1):
                     page, row = self._page(number, i), self._row(block - i, first_row, keys)
-                    self._bring(Guess(visit.head, page, row, visit.policy), state, is_there)
+                    self._bring((visit.head, page, row), state, is_there)
                     self._load_scales(
                         block - i, (visit.first_seen, keys), visit.head, (self.lane, page, row), state
                     )
@@ -129,8 +125,8 @@ class Producer(LoopInvariant):
         first = blocks.begin + parts.begin(work.cta)
         last = blocks.begin + parts.begin(work.cta + 1) - 1
         head = work.heads.head(divide(tile, work.batch.row_tiles(seqlens)))
-        first_row, policy = work.batch.first_row(sequence), policy_of(work.batch.row_tiles(seqlens))
-        return Visit(sequence, seqlens, head, first, last, blocks.units, first_row, blocks.first_seen, policy)
+        first_row = work.batch.first_row(sequence)
+        return Visit(sequence, seqlens, head, first, last, blocks.units, first_row, blocks.first_seen)
 
     @cute.jit
     def _begin(self) -> tuple[Guess, Boolean]:
@@ -141,8 +137,7 @@ class Producer(LoopInvariant):
         has_blocks = visit.first <= visit.last and start < end
         page = self._page(self._look_up(sequence, visit.last, visit.first_row), 0)
         row = self._row(visit.last, visit.first_row, visit.seqlens.seqlen_k)
-        row = row if has_blocks else self.page_size
-        return Guess(Int32(visit.head), Int32(page), row, visit.policy), has_blocks
+        return Guess(Int32(visit.head), Int32(page), row if has_blocks else self.page_size), has_blocks
 
     def _look_up(self, sequence: Int32, block: Int32, first_row: Int32) -> Int32:
         """What is said to be the page of this lane's box, of key block ``block`` or of one before."""
@@ -180,25 +175,25 @@ class Producer(LoopInvariant):
     @cute.jit
     def _bring(
         self,
-        place: Guess,
+        place: tuple[Int32, Int32, Int32],
         state: pipeline.PipelineState,
         is_there: tuple[Boolean, ...],
     ):
-        """A block to its stage, where the first one may be under way."""
+        """A block to its stage, where the first one may be under way. ``place`` is what a ``Guess`` has."""
         if const_expr(len(is_there) == 0):
-            self._load(place, state)
+            self._load(*place, state)
         elif is_there[0] and state.count == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(self.keys.pipe.producer_get_barrier(state))
         else:
-            self._load(place, state)
+            self._load(*place, state)
 
     @cute.jit
-    def _load(self, place: Guess, state: pipeline.PipelineState):
+    def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
         """A block, whose boxes lie where the lanes say."""
         pipe = self.keys.pipe
         pipe.producer_acquire(state)
-        self._fetch(place, pipe.producer_get_barrier(state), state.index)
+        self._fetch(Guess(head, page, row), pipe.producer_get_barrier(state), state.index)
 
     @cute.jit
     def _fetch(self, place: Guess, barrier: cute.Pointer, index: Int32):
@@ -206,7 +201,7 @@ class Producer(LoopInvariant):
         keys = self.keys
         stage = keys.smem[None, None, index]
         box = (self.config.box_rows, keys.box_columns)
-        policies = {"cache_policy": place.policy} if const_expr(self.config.names_policy) else {}
+        policy = {"cache_policy": Int64(EVICT_FIRST)} if const_expr(self.config.reads_once) else {}
         for i in cutlass.range_constexpr(self.config.boxes):
             of_page = keys.cache[None, None, place.head, cute.arch.shuffle_sync(place.page, offset=i)]
             source = cute.domain_offset((cute.arch.shuffle_sync(place.row, offset=i), 0), of_page)
@@ -218,11 +213,4 @@ class Producer(LoopInvariant):
                     cute.group_modes(cute.local_tile(stage, box, (i, part)), 0, 2),
                     cute.group_modes(cute.local_tile(source, box, (0, part)), 0, 2),
                 )
-                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, **policies)
-
-
-@cute.jit
-def policy_of(tiles: Int32) -> Int64:
-    """For keys of so many tiles: those of one are read once, and need not drive from L2 what the next launch finds
-    there. Several tiles find them there themselves."""
-    return Int64(EVICT_FIRST) if tiles <= 1 else Int64(EVICT_NORMAL)
+                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, **policy)

@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from hopper.decode.config import BOX_COLUMNS
 from hopper.decode.operands import RawKeys
-from hopper.decode.producer import Guess, Producer
+from hopper.decode.producer import Producer
 from hopper.wide.operands import Place
 
 
@@ -29,15 +29,14 @@ class MlaProducer(Producer):
         return 1
 
     @cute.jit
-    def _load(self, block: Guess, state: pipeline.PipelineState):
+    def _load(self, head: Int32, page: Int32, row: Int32, state: pipeline.PipelineState):
         """K, then the halves of V in the order in which they become free."""
         stages = self.config.stages
-        place = block.page, block.row
-        self._load_part(self.keys, block.head, 0, place, state.index, state)
+        self._load_part(self.keys, head, 0, (page, row), state.index, state)
         for half in cutlass.range_constexpr(len(self.values)):
             columns = half * self.config.half
             stage = half * stages + state.index
-            self._load_part(self.values[half], block.head, columns, place, stage, state)
+            self._load_part(self.values[half], head, columns, (page, row), stage, state)
 
     @cute.jit
     def _load_part(
