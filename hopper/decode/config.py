@@ -107,8 +107,18 @@ class DecodeConfig:
 
     @property
     def guesses(self) -> bool:
-        """Whether a CTA guesses its first block before it may read: measured in clusters, slower with e4m3 by 0.3 %."""
-        return self.cluster > 1 and not self.cache_dtype
+        """Whether a CTA guesses its first block before it may read: in clusters, and where it first has to find its
+        sequence, as was measured (``decode_evict_first.json``). With e4m3 it is slower by 0.3 %, with the smaller
+        blocks of one sequence by 1."""
+        of_any = (self.head_dim, self.head_dim_v, self.tile_m, self.tile_n) == (128, 128, 32, 128)
+        is_dense = self.layout == DENSE and not self.limits_splits
+        return not self.cache_dtype and (self.cluster > 1 or (of_any and is_dense))
+
+    @property
+    def reads_once(self) -> bool:
+        """Whether a K/V head has one tile, whose keys need not stay in L2 then: of up to 32 rows, but for scales of
+        single keys, where more rows are several tiles. Several tiles find keys there themselves."""
+        return self.tile_m < WARPGROUP_ROWS and not self.row_scales
 
     @property
     def element_bytes(self) -> int:

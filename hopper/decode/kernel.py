@@ -322,7 +322,8 @@ class DecodeKernel:
             cute.arch.inline_ptx("nanosleep.u32 100;")
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.config.cluster > 1):
+            cute.arch.griddepcontrol_launch_dependents()
         for own in cutlass.range_constexpr(len(producers)):
             if number == own:
                 producers[own].ask(guess)

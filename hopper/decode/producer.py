@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.integers import divide, maximum, minimum
@@ -14,6 +14,9 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.decode.config import WARP_THREADS, DecodeConfig
 from hopper.decode.operands import RawKeys, Work
+
+EVICT_FIRST = 0x12F0000000000000
+"""How L2 keeps what TMA loads: what ``createpolicy.fractional.L2::evict_first`` of PTX makes."""
 
 
 class Visit(NamedTuple):
@@ -62,8 +65,8 @@ class Producer(LoopInvariant):
 
     @cute.jit
     def guess(self) -> Guess:
-        """Where the CTA of a cluster begins, by ``work`` and ``table`` as they are ``Unsettled``. Whatever they say, it
-        lies in the cache; of a CTA without blocks it is the row behind the last, where TMA finds zeros."""
+        """Where this CTA begins, by ``work`` and ``table`` as they are ``Unsettled``. Whatever they say, it lies in the
+        cache; of a CTA without blocks it is the row behind the last, where TMA finds zeros."""
         return self._begin()[0]
 
     @cute.jit
@@ -127,10 +130,11 @@ class Producer(LoopInvariant):
 
     @cute.jit
     def _begin(self) -> tuple[Guess, Boolean]:
-        """The block with which the CTA of a cluster begins, and whether it has any."""
-        sequence, tile, start, _ = self.work.first_tile(self.lane)
+        """The block with which this CTA begins, and whether it has any."""
+        sequence, tile, start, end = self.work.first_tile(self.lane)
+        sequence = minimum(sequence, self.work.batch.batch - 1)
         visit = self._visit(sequence, tile, start)
-        has_blocks = visit.first <= visit.last
+        has_blocks = visit.first <= visit.last and start < end
         page = self._page(self._look_up(sequence, visit.last, visit.first_row), 0)
         row = self._row(visit.last, visit.first_row, visit.seqlens.seqlen_k)
         return Guess(Int32(visit.head), Int32(page), row if has_blocks else self.page_size), has_blocks
@@ -197,6 +201,7 @@ class Producer(LoopInvariant):
         keys = self.keys
         stage = keys.smem[None, None, index]
         box = (self.config.box_rows, keys.box_columns)
+        policy = {"cache_policy": Int64(EVICT_FIRST)} if const_expr(self.config.reads_once) else {}
         for i in cutlass.range_constexpr(self.config.boxes):
             of_page = keys.cache[None, None, place.head, cute.arch.shuffle_sync(place.page, offset=i)]
             source = cute.domain_offset((cute.arch.shuffle_sync(place.row, offset=i), 0), of_page)
@@ -208,4 +213,4 @@ class Producer(LoopInvariant):
                     cute.group_modes(cute.local_tile(stage, box, (i, part)), 0, 2),
                     cute.group_modes(cute.local_tile(source, box, (0, part)), 0, 2),
                 )
-                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier)
+                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, **policy)

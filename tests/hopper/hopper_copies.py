@@ -19,7 +19,7 @@ def bulk(name: str, ops: list[str]) -> Step:
         return _send(ops)
     assert ".tensor." in name, name
     if ".shared::cta.global." in name or ".shared::cluster.global." in name:
-        return _load(ops, ".multicast::cluster" in name)
+        return _load(ops, ".multicast::cluster" in name, ".L2::cache_hint" in name)
     return _store(ops)
 
 
@@ -51,7 +51,7 @@ def _deliver(cta: Cta, cells: np.ndarray, values: np.ndarray, barrier: Barrier) 
     barrier.settle()
 
 
-def _load(ops: list[str], is_multicast: bool) -> Step:
+def _load(ops: list[str], is_multicast: bool, has_policy: bool) -> Step:
     tile, (place, at_barrier) = Tile(ops[0], ops[1]), address_of(ops[2])
 
     def step(warp: Warp, mask: np.ndarray) -> None:
@@ -60,6 +60,8 @@ def _load(ops: list[str], is_multicast: bool) -> Step:
         assert mask.sum() == 1
         tensor_map, offsets, inside, cells = tile.of(warp, lane)
         barrier = int(warp.get(place, np.uint32)[lane]) + at_barrier
+        if has_policy:
+            tensor_map.policies.add(int(warp.get(ops[-1], np.uint64)[lane]))
         targets = [warp.cta]
         if is_multicast:
             to = int(warp.get(ops[3], np.uint16)[lane])

@@ -72,13 +72,15 @@ class Unfenced:
 
 @dataclass
 class TensorMap:
-    """What TMA knows of a tensor: its elements (innermost dimension first), the box that it copies, and its swizzle."""
+    """What TMA knows of a tensor: its elements (innermost dimension first), the box that it copies, and its swizzle.
+    ``policies`` are those with which L2 was told to keep what was loaded."""
 
     data: np.ndarray
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    policies: set[int] = field(default_factory=set)
 
     def places(self, start: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Element offsets of a box in its own order, and which of them lie inside of the tensor."""

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import E4M3, DecodeConfig
+from hopper.decode.producer import EVICT_FIRST
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive
+from tests.hopper import decode_on_numpy as decode_steps
 from tests.hopper.decode_on_numpy import Descales, Launch, Queries, decode_on_numpy
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import NO_RULES, Rules
@@ -346,6 +348,23 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_numbers(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize(
+    ("name", "policies"),
+    [
+        ("parts of tiles, by piece", {EVICT_FIRST}),
+        ("clusters", {EVICT_FIRST}),
+        ("packed, in two parts", {EVICT_FIRST}),
+    ],
+)
+def test_keys_of_a_single_tile_leave_l2_first(
+    name: str, policies: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps, made = [], decode_steps._maps
+    monkeypatch.setattr(decode_steps, "_maps", lambda *given: maps.extend(made(*given)) or maps[-2:])
+    check(CASES[name])
+    assert [x.policies for x in maps] == [policies] * 2
 
 
 def test_maxima_that_rise_and_fall() -> None:
