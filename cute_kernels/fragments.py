@@ -50,11 +50,21 @@ def words_of_pairs(acc: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
-def store_rows(values: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32):
-    """A value for each of the thread's rows, ``row`` and 8 below it, to a vector that may end before them."""
+def store_rows(
+    values: cute.Tensor,
+    target: cute.Tensor,
+    row: Int32,
+    lane: Int32,
+    may_lead: cutlass.Constexpr[bool] = False,
+):
+    """A value for each of the thread's rows, ``row`` and 8 below it, to a vector that may end before them, or with
+    ``may_lead`` begin behind them."""
     if lane % LANES_PER_ROW == 0:
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            if row + r * ROW_STRIDE < target.shape[0]:
+            is_there = row + r * ROW_STRIDE < target.shape[0]
+            if cutlass.const_expr(may_lead):
+                is_there = is_there and row + r * ROW_STRIDE >= 0
+            if is_there:
                 target[row + r * ROW_STRIDE] = values[r]
 
 
@@ -92,10 +102,19 @@ def _exchange_quads(words: list, is_odd: Boolean) -> list:
 
 
 @cute.jit
-def _store_octets_of_row(octets: list, target: cute.Tensor, row: Int32, column: Int32):
+def _store_octets_of_row(
+    octets: list,
+    target: cute.Tensor,
+    row: Int32,
+    column: Int32,
+    may_lead: cutlass.Constexpr[bool] = False,
+):
     """What ``store_quads`` and ``store_octets`` end with: eight columns from ``column`` on of each 32, four words, to a
-    row and columns that there may not be."""
-    if row < target.shape[0]:
+    row and columns that there may not be; ``may_lead`` is that of ``store_rows``."""
+    is_there = row < target.shape[0]
+    if cutlass.const_expr(may_lead):
+        is_there = is_there and row >= 0
+    if is_there:
         start = target[row, None].iterator + column
         for j in cutlass.range_constexpr(len(octets)):
             first = j * 4 * COLUMNS_PER_GROUP
@@ -112,9 +131,16 @@ def _store_four_words(address: Int64, words: list, offset: int) -> None:
 
 
 @cute.jit
-def store_octets(acc: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32):
+def store_octets(
+    acc: cute.Tensor,
+    target: cute.Tensor,
+    row: Int32,
+    lane: Int32,
+    may_lead: cutlass.Constexpr[bool] = False,
+):
     """``store_quads`` of an accumulator in the order of the tensor cores, which the head of this file has: the four
-    lanes of a row exchange pairs of 32 columns, so that each has eight neighbours. Rows end at a multiple of 8."""
+    lanes of a row exchange pairs of 32 columns, so that each has eight neighbours. Rows end at a multiple of 8;
+    ``may_lead`` is that of ``store_rows``."""
     rows = as_rows(acc)
     is_odd, is_upper = lane % 2 == 1, lane % LANES_PER_ROW >= 2
     column = lane % LANES_PER_ROW * COLUMNS_PER_GROUP
@@ -127,7 +153,7 @@ def store_octets(acc: cute.Tensor, target: cute.Tensor, row: Int32, lane: Int32)
             )
             for j in range(0, rows.shape[1][1], 4)
         ]
-        _store_octets_of_row(octets, target, row + r * ROW_STRIDE, column)
+        _store_octets_of_row(octets, target, row + r * ROW_STRIDE, column, may_lead)
 
 
 @cute.jit

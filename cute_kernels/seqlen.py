@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from cute_kernels.integers import ceil_div
+from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 
 
@@ -16,10 +16,20 @@ class PackedRows(LoopInvariant):
 
 
 @dataclass(frozen=True)
+class LedRows(LoopInvariant):
+    """Those of number ``batch`` in a dimension for the batch, with ``lead`` that there are not counted in front."""
+
+    batch: Any
+    lead: Any
+
+
+@dataclass(frozen=True)
 class SeqlenInfo(LoopInvariant):
     """One sequence: its lengths, its number in the batch, and the first of its rows in packed Q and O, and K and V.
 
-    Offsets of sequences that have rows of their own are 0 when the kernel is compiled, and cost nothing.
+    Offsets of sequences that have rows of their own are 0 when the kernel is compiled, and cost nothing. Of such
+    sequences ``lead_q`` queries may be counted in front of the first, which there are not: ``seqlen_q`` has them in it,
+    so that the last tile is whole and the first one is not. Where there never are, it is 0 when compiled.
     """
 
     seqlen_q: Any
@@ -28,6 +38,12 @@ class SeqlenInfo(LoopInvariant):
     offset_q: Any = 0
     offset_k: Any = 0
     is_packed: bool = False
+    lead_q: Any = 0
+
+    @property
+    def is_led(self) -> bool:
+        """Whether there may be queries in front of the first."""
+        return not isinstance(self.lead_q, int)
 
     def first_query_tile(self, tile: int) -> Any:
         """Of packed sequences that each have whole tiles of ``tile`` queries to themselves, in buffers of
@@ -45,7 +61,9 @@ class SeqlenInfo(LoopInvariant):
 
     @property
     def rows_q(self) -> Any:
-        """Where its rows of Q and O lie: ``PackedRows``, or its number in a dimension for the batch."""
+        """Where its rows of Q and O lie: ``PackedRows``, ``LedRows`` or its number in a dimension for the batch."""
+        if self.is_led:
+            return LedRows(self.batch, self.lead_q)
         return PackedRows(self.offset_q, self.seqlen_q) if self.is_packed else self.batch
 
     @property
@@ -63,3 +81,21 @@ class DenseSeqlens(LoopInvariant):
 
     def of(self, batch: Any) -> SeqlenInfo:
         return SeqlenInfo(self.seqlen_q, self.seqlen_k, batch)
+
+
+@dataclass(frozen=True)
+class LedSeqlens(DenseSeqlens):
+    """The same with queries counted in front of the first (``lead_of_queries``)."""
+
+    lead_q: Any
+
+    def of(self, batch: Any) -> SeqlenInfo:
+        return SeqlenInfo(self.seqlen_q + self.lead_q, self.seqlen_k, batch, lead_q=self.lead_q)
+
+
+def lead_of_queries(seqlens: tuple[Any, Any], tile_m: int) -> Any:
+    """Queries that are counted in front of the first one, so that the last tile of ``tile_m`` is whole; none where some
+    see no key. ``seqlens`` are those of Q and K."""
+    seqlen_q, seqlen_k = seqlens
+    see_keys = minimum(maximum(seqlen_k - seqlen_q + 1, 0), 1)
+    return (ceil_div(seqlen_q, tile_m) * tile_m - seqlen_q) * see_keys

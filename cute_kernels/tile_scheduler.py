@@ -56,16 +56,21 @@ def heads_in_turn(most: Any, kv_heads: Any) -> Any:
     return ceil_div(kv_heads, ceil_div(kv_heads, limit))
 
 
-def short_m_blocks(bytes_per_key: Any, seqlens: tuple[Any, Any], kv_heads: Any, tile_m: int) -> Any:
+def short_m_blocks(
+    bytes_per_key: Any, seqlens: tuple[Any, Any], kv_heads: Any, tile_m: int, least: int = 1
+) -> Any:
     """Query tiles of each head, from the first on, that a causal grid leaves for its end, where short tiles of all
     heads fill up what the last section leaves: no more than L2 holds K and V for, of all heads.
 
     ``seqlens`` are those of Q and K, ``kv_heads`` the key/value heads of all batches, tiles have ``tile_m`` queries.
+    None of a head that has fewer than ``least`` tiles.
     """
     seqlen_q, seqlen_k = seqlens
     keys = L2_BYTES_FOR_KV // bytes_per_key // kv_heads
     queries = maximum(keys - (seqlen_k - seqlen_q), 0)
-    return minimum(ceil_div(seqlen_q, tile_m) // SHORT_PART, queries // tile_m)
+    m_blocks = ceil_div(seqlen_q, tile_m)
+    are_many = minimum(maximum(m_blocks - least + 1, 0), 1)
+    return minimum(m_blocks // SHORT_PART, queries // tile_m) * are_many
 
 
 class ShortTiles(NamedTuple):

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind
 
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.seqlen import PackedRows
+from cute_kernels.seqlen import LedRows, PackedRows
 from hopper.config import WARPGROUP_THREADS
 
 WARPS_PER_WARPGROUP = WARPGROUP_THREADS // 32
@@ -78,8 +78,12 @@ class TmaOperand(LoopInvariant):
     row_mode: int = 0
     step: int = 1
 
-    def of_head(self, head: Int32, rows: PackedRows | Int32) -> cute.Tensor:
+    def of_head(self, head: Int32, rows: PackedRows | LedRows | Int32) -> cute.Tensor:
         """The rows of a sequence, and the columns of a head; ``rows`` is as ``SeqlenInfo`` gives it."""
+        if isinstance(rows, LedRows):
+            # Loads have zeros in front of the first row. No store may begin there.
+            tensor = self.gmem[None, None, head, rows.batch]
+            return cute.domain_offset((-rows.lead, 0) if self.row_mode == 0 else (0, -rows.lead), tensor)
         if not isinstance(rows, PackedRows):
             return self.gmem[None, None, head, rows]
         end = rows.offset + rows.length
@@ -93,7 +97,7 @@ class TmaOperand(LoopInvariant):
         tiler: tuple,
         coord: tuple,
         head: Int32,
-        rows: PackedRows | Int32,
+        rows: PackedRows | LedRows | Int32,
         share: tuple[Int32 | int, int] = (0, 1),
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """(shared stages, global tiles) of one head, each with the copied tile as mode 0; with ``share`` = (i, n) of

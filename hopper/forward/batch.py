@@ -9,7 +9,7 @@ from cutlass import Int32
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
-from cute_kernels.seqlen import DenseSeqlens
+from cute_kernels.seqlen import DenseSeqlens, LedSeqlens, lead_of_queries
 from cute_kernels.tile_scheduler import (
     ShortTiles,
     TileDivisors,
@@ -26,7 +26,8 @@ from hopper.tiles import ragged_view
 class DenseBatch(LoopInvariant):
     """Sequences of one length in tensors (batch, seqlen, heads, head_dim); LSE is (batch, heads, seqlen_q or 0).
 
-    ``lengths`` is what the kernel is given of them: those of Q and K.
+    ``lengths`` is what the kernel is given of them: those of Q and K, and where tiles are counted from the end the
+    queries that lead.
     """
 
     config: ForwardConfig
@@ -41,7 +42,12 @@ class DenseBatch(LoopInvariant):
         return cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
 
     def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
-        return mQ.shape[0], mK.shape[0]
+        seqlens = mQ.shape[0], mK.shape[0]
+        return (
+            (*seqlens, lead_of_queries(seqlens, self.config.tile_m))
+            if self.config.counts_from_end
+            else seqlens
+        )
 
     def heads_per_section(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
         """Of ``TileOrder``, for the views of Q and K."""
@@ -67,7 +73,8 @@ class DenseBatch(LoopInvariant):
         if not self.config.ends_with_short_tiles:
             return (self._order(*sizes, heads_per_section).make_divisors(group),)
         seqlens, kv_heads = (mQ.shape[0], mK.shape[0]), mK.shape[2] * mK.shape[3]
-        m_blocks = short_m_blocks(self._bytes_per_key, seqlens, kv_heads, self.config.tile_m)
+        c = self.config
+        m_blocks = short_m_blocks(self._bytes_per_key, seqlens, kv_heads, c.tile_m, c.least_m_blocks)
         short = ShortTiles(m_blocks, cute.FastDivmodDivisorV2(Int32(mQ.shape[2] * mQ.shape[3])))
         return self._order(*sizes, heads_per_section, (), (short,)).make_divisors(group), short
 
@@ -103,7 +110,7 @@ class DenseBatch(LoopInvariant):
         )
 
     def seqlens(self, lengths: tuple) -> DenseSeqlens:
-        return DenseSeqlens(*lengths)
+        return LedSeqlens(*lengths) if self.config.counts_from_end else DenseSeqlens(*lengths)
 
     @property
     def _bytes_per_key(self) -> int:

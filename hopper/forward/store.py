@@ -32,7 +32,7 @@ class DenseTmaStore(LoopInvariant):
     @cute.jit
     def lse(self, values: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
         """Those of the thread's rows, of which the first is query ``row``."""
-        store_rows(values, self._lse_of(head, seqlens), row, lane)
+        store_rows(values, self._lse_of(head, seqlens), row - seqlens.lead_q, lane, seqlens.is_led)
 
     def _lse_of(self, head: Int32, seqlens: SeqlenInfo) -> cute.Tensor:
         return self.mLSE[None, head, seqlens.batch]
@@ -41,8 +41,11 @@ class DenseTmaStore(LoopInvariant):
     def rows(self, acc: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
         """Store O of the thread's rows, of which the first is query ``row``, from registers."""
         (mO,) = self.outputs
-        store = store_quads if self.has_quads else store_octets
-        store(acc, mO[None, None, head, seqlens.batch], row, lane)
+        target = mO[None, None, head, seqlens.batch]
+        if self.has_quads:
+            store_quads(acc, target, row, lane)
+        else:
+            store_octets(acc, target, row - seqlens.lead_q, lane, seqlens.is_led)
 
     @cute.jit
     def start(self, wg: Int32, row_block: Int32, head: Int32, seqlens: SeqlenInfo):

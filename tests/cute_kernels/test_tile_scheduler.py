@@ -145,6 +145,9 @@ def test_the_order_of_any_problem_has_each_tile_once(seqlens, kv_heads, batch, g
 )
 def test_short_tiles_of_all_heads_share_the_l2(bytes_per_key, seqlens, kv_heads, expected):
     assert short_m_blocks(bytes_per_key, seqlens, kv_heads, 128) == expected
+    fewest = -(-seqlens[0] // 128)
+    assert short_m_blocks(bytes_per_key, seqlens, kv_heads, 128, fewest) == expected
+    assert short_m_blocks(bytes_per_key, seqlens, kv_heads, 128, fewest + 1) == 0
 
 
 @pytest.mark.parametrize(

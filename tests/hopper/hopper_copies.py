@@ -35,12 +35,15 @@ class Tile:
         """The map; element offsets of the box and which of them lie in the tensor; bytes in shared memory of each."""
         number = int(warp.get(self.map_name, np.uint64)[lane])
         tensor_map = warp.cta.parameters[warp.program.parameters[number]]
-        start = [int(warp.get(x, np.int32)[lane]) for x in self.coordinates]
-        offsets, inside = tensor_map.places(start)
+        offsets, inside = tensor_map.places(self.start(warp, lane))
         width = tensor_map.data.dtype.itemsize
         at = int(warp.get(self.base, np.uint32)[lane]) + self.offset
         address = swizzled(at + width * np.arange(len(offsets)), tensor_map.swizzle)
         return tensor_map, offsets, inside, address[:, None] + np.arange(width)
+
+    def start(self, warp: Warp, lane: int) -> list[int]:
+        """Where the box begins in the tensor, or in front of it."""
+        return [int(warp.get(x, np.int32)[lane]) for x in self.coordinates]
 
 
 def _deliver(cta: Cta, cells: np.ndarray, values: np.ndarray, barrier: Barrier) -> None:
@@ -84,7 +87,10 @@ def _store(ops: list[str]) -> Step:
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         # A store by a whole warp becomes one instruction.
-        tensor_map, offsets, inside, cells = tile.of(warp, int(np.flatnonzero(mask)[0]))
+        lane = int(np.flatnonzero(mask)[0])
+        tensor_map, offsets, inside, cells = tile.of(warp, lane)
+        # What is loaded may begin in front of a tensor; a store that does is an illegal instruction.
+        assert min(tile.start(warp, lane)) >= 0
 
         def store() -> None:
             values = warp.cta.read_async(cells).view(tensor_map.data.dtype)[:, 0]

@@ -16,6 +16,7 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
+from cute_kernels.seqlen import lead_of_queries
 from hopper.backward.batch import DenseBatch
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
@@ -235,13 +236,12 @@ def forward_on_numpy(
     """out and lse as the 16-bit kernel of ``config`` leaves them; ``sides`` are those of a window."""
     c = config
     arguments, out, lse = _forward_arguments(config, q, v.shape[3], q.dtype)
-    maps = (
+    arguments.values[:4] = (
         row_map(q, WARPGROUP_ROWS, c.head_dim),
         row_map(k, c.tile_n, c.head_dim),
         row_map(v, c.tile_n, c.head_dim_v),
         row_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
-    arguments.values[:4] = maps
     arguments.sinks(rules)
     _finish_forward(c, arguments, q, k, rules.softcap or softmax_scale)
     arguments.add(*sides)
@@ -366,7 +366,8 @@ def _finish_forward(
     several tiles of a head that may come behind all sections, one does."""
     (batch, seqlen_q, heads, _), group = q.shape, q.shape[2] // k.shape[2]
     per_section = max(heads * batch - 1, 1)
-    arguments.add(softmax_scale * LOG2_E, seqlen_q, k.shape[1], group, per_section)
+    led = [lead_of_queries((seqlen_q, k.shape[1]), config.tile_m)] if config.counts_from_end else []
+    arguments.add(softmax_scale * LOG2_E, seqlen_q, k.shape[1], *led, group, per_section)
     if config.has_divisors:
         m_blocks = -(-seqlen_q // config.tile_m)
         short = min(m_blocks - 1, 1) if config.ends_with_short_tiles else 0
@@ -397,7 +398,6 @@ def backward_on_numpy(
     if isinstance(config, BackwardConfig) and config.one_tile:
         _launch_one_tile(config, inputs, (out, lse), (dq, dk, dv), softmax_scale, timing)
         return dq, dk, dv
-
     lse_log2, delta, sums = prepare_on_numpy(config, out, dout, lse)
     if dlse is not None:
         subtract_lse_gradient(delta, lse, dlse)

@@ -192,9 +192,23 @@ def test_short_tiles_come_last_where_that_was_measured():
     others = [replace(causal, **{field: True}) for field in ("window", "sinks", "softcap")]
     others.append(replace(causal, layout="varlen"))
     others += [
-        select_forward_config("bfloat16", *size) for size in ((128, 128, True, 4096), (256, 256, True, 1024))
+        select_forward_config("bfloat16", *size) for size in ((64, 64, True, 16384), (256, 256, True, 1024))
     ]
     assert not any(config.ends_with_short_tiles for config in others)
+    for seqlen_k in (512, 4096, 16384):
+        narrow = select_forward_config("bfloat16", 128, 128, True, seqlen_k)
+        assert narrow.ends_with_short_tiles and narrow.least_m_blocks == 32 > causal.least_m_blocks
+    assert not select_plain_config("bfloat16", 120, 120, True, 4096).ends_with_short_tiles
+
+
+def test_query_tiles_are_counted_from_the_end_where_that_was_measured():
+    wide = select_plain_config("bfloat16", 256, 256, True, 4096)
+    assert wide.counts_from_end
+    others = [replace(wide, **{field: True}) for field in ("window", "sinks", "softcap", "ping_pong")]
+    others += [replace(wide, layout="varlen"), replace(wide, causal=False)]
+    sizes = ((64, 64, 8192), (128, 128, 4096), (224, 224, 4096), (256, 256, 1024))
+    others += [select_plain_config("bfloat16", *dims, True, keys) for *dims, keys in sizes]
+    assert not any(config.counts_from_end for config in others)
 
 
 def test_a_warpgroup_without_a_query_leaves_plain_blocks_of_176_keys_out():

@@ -133,6 +133,21 @@ def test_a_warpgroup_without_a_query_lets_blocks_pass(seqlens: tuple[int, int]) 
     check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128), ctas=2)
 
 
+@pytest.mark.parametrize("seqlens", [(131, 131), (300, 333), (256, 320), (140, 130), (5, 5)])
+def test_query_tiles_from_the_end(seqlens: tuple[int, int]) -> None:
+    """Of two sequences, so that what is written in front of the second one's first row would be seen."""
+    config = select_plain_config("float16", 256, 256, True, 16384)
+    assert config.counts_from_end
+    check_forward(config, draw(torch.float16, seqlens, (1, 1), 256, batch=2), ctas=2)
+
+
+@pytest.mark.parametrize("keys", [4096, 16384])
+def test_short_tiles_of_all_heads_last(keys: int) -> None:
+    config = select_plain_config("bfloat16", 128, 128, True, keys)
+    assert config.ends_with_short_tiles
+    check_forward(config, draw(torch.bfloat16, (300, 333), (2, 1), 128), ctas=2)
+
+
 @pytest.mark.parametrize("keys", [300, 512])
 @pytest.mark.parametrize("seqlens", [(131, 400), (260, 100), (131, 384), (70, 128)])
 def test_first_products_in_turns(keys: int, seqlens: tuple[int, int]) -> None:
