@@ -110,3 +110,12 @@ class TmaOperand(LoopInvariant):
             cute.group_modes(self.smem, 0, 2),
             cute.group_modes(tiles, 0, 2),
         )
+
+
+def box_of(tile: cute.Tensor, number: int) -> cute.Tensor:
+    """One of the boxes of ``tile``, whose only mode is one of ``TmaOperand.partition``: ((box, boxes),)."""
+    boxes = cute.make_tensor(tile.iterator, cute.flatten(tile.layout))
+    of_box = cute.rank(boxes) - 1
+    box = boxes[(*[None] * of_box, number)]
+    box = box if of_box == 1 else cute.group_modes(box, 0, of_box)
+    return cute.group_modes(cute.append_ones(box), 0, 2)

@@ -3,10 +3,11 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
+from cutlass.cute.arch import WARP_SIZE
 
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.window import window_of
-from hopper.config import ForwardConfig
+from hopper.config import WARPGROUP_THREADS, ForwardConfig
 from hopper.forward.batch import DenseBatch
 
 LINE_BYTES = 128
@@ -17,7 +18,8 @@ LINE_BYTES = 128
 def ask_for_first_tile(
     config: ForwardConfig, inputs: tuple, v_row_mode: int, batch: DenseBatch, of_order: tuple
 ):
-    """Have Q of the CTA's first tile come to L2, and the K and V that it visits first; by all threads.
+    """Have Q of the CTA's first tile come to L2, and the K and V that it visits first; by all threads, or
+    with ``waits_to_load`` by the warps beside the one that loads.
 
     All SMs meet in L2, so what the kernel in front stores later is in it as well: nothing is read here, and no result
     depends on it. Without a mask the tiles of a head begin with the same keys, and ask for a part each. ``inputs`` are
@@ -39,14 +41,20 @@ def ask_for_first_tile(
         values = mVt[None, None, head_kv, number]
         rows_first = [v_row_mode, 1 - v_row_mode]
         values = cute.make_tensor(values.iterator, cute.select(values.layout, mode=rows_first))
-        _ask(c.threads, queries, m_block * c.tile_m, c.tile_m, c.head_dim)
-        _ask(c.threads, keys, n_begin, c.tile_n, c.head_dim, first, step)
-        _ask(c.threads, values, n_begin, c.tile_n, c.head_dim_v, first, step)
+        threads = _asking_threads(c)
+        _ask(threads, queries, m_block * c.tile_m, c.tile_m, c.head_dim)
+        _ask(threads, keys, n_begin, c.tile_n, c.head_dim, first, step)
+        _ask(threads, values, n_begin, c.tile_n, c.head_dim_v, first, step)
+
+
+def _asking_threads(config: ForwardConfig) -> tuple[int, int]:
+    """The first of those that ask, and how many there are."""
+    return (WARP_SIZE, WARPGROUP_THREADS - WARP_SIZE) if config.waits_to_load else (0, config.threads)
 
 
 @cute.jit
 def _ask(
-    threads: cutlass.Constexpr[int],
+    threads: cutlass.Constexpr[tuple[int, int]],
     rows: cute.Tensor,
     begin: Int32,
     count: cutlass.Constexpr[int],
@@ -55,10 +63,11 @@ def _ask(
     step: Int32 = 1,
 ):
     """Of ``count`` rows from ``begin`` on every ``step``-th, from number ``first``: a line of L2 for each thread."""
+    begin_of_threads, count_of_threads = threads
     of_line = LINE_BYTES * 8 // rows.element_type.width
     lines = -(-columns // of_line)
-    for i in cutlass.range_constexpr(-(-count * lines // threads)):
-        item = cute.arch.thread_idx()[0] + threads * i
+    for i in cutlass.range_constexpr(-(-count * lines // count_of_threads)):
+        item = cute.arch.thread_idx()[0] - begin_of_threads + count_of_threads * i
         number, column = first + item // lines * step, item % lines * of_line
         row = begin + number
         if number < count and row < rows.shape[0] and column < rows.shape[1]:

@@ -69,7 +69,8 @@ class Consumer(LoopInvariant):
         that a window cuts on the left. So only the loops at the ends pay for masks. Lets ``scores`` finish those of
         each: cap, bias, functions, mask. Releases Q unless O is to be staged in its place. Where warpgroups walk apart
         ``blocks`` are ``PartOfBlocks``, and those that are left out are let pass before and behind.
-        Returns the state of K's and V's pipelines after the tile.
+        Returns the state of K's and V's pipelines after the tile. With ``ends_in_halves`` the last P V is still made,
+        and ``await_half`` has to follow.
         """
         unmasked = blocks.unmasked
         if const_expr(self.config.walks_apart):
@@ -132,13 +133,24 @@ class Consumer(LoopInvariant):
             kv_state = self._unmasked_blocks(scores, blocks, n_block, kv_state)
         self._release_q(q_phase)
         self.output.enter_product()
-        self.output.start(self.tOrP, kv_state.index)
+        self.output.start_last(self.tOrP, kv_state.index)
         ending.under_last_product(self.softmax)
-        self.output.wait(self.tOrP, kv_state.index)
-        self.pipes.v.consumer_release(kv_state)
-        self.output.collect()
+        if const_expr(not self.config.ends_in_halves):
+            self.output.wait(self.tOrP, kv_state.index)
+            self.pipes.v.consumer_release(kv_state)
+            self.output.collect()
         kv_state.advance()
         return kv_state
+
+    @cute.jit
+    def await_half(self, h: cutlass.Constexpr[int], kv_state: PipelineState):
+        """Until half ``h`` of O's columns is complete, of a tile that ``attend`` has left at ``kv_state``; the second
+        half of ``OutputInHalves`` comes last."""
+        warpgroup.wait_group(1 - h)
+        if const_expr(h == 1):
+            last = kv_state.clone()
+            last.reverse()
+            self.pipes.v.consumer_release(last)
 
     @cute.jit
     def _blocks_within(

@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
+from cutlass.pipeline import PipelineState
 
 from cute_kernels.dropout import multiply_all
 from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
+from hopper.config import WARPGROUP_ROWS
 from hopper.forward.barriers import sync_consumers, sync_warpgroup
 from hopper.forward.consumer import Consumer
 from hopper.forward.ending import TileEnding
@@ -43,20 +46,64 @@ class Epilogue(LoopInvariant):
         row: Int32,
         q_phase: Int32,
         ending: TileEnding,
+        kv_state: PipelineState,
     ):
         """Normalise and correct O, store O and LSE; release Q where O was staged in its place.
 
-        ``row`` is the query index of the thread's first row.
+        ``row`` is the query index of the thread's first row, ``kv_state`` what ``attend`` has returned.
         """
         config = consumer.config
         inverse_sum, lse = ending.factors(consumer.softmax, place)
         multiply_all(inverse_sum, self.factors)
+        if const_expr(config.ends_in_halves):
+            self.store.lse(lse, place.head, place.seqlens, row, self.lane)
+            self._store_halves(consumer, place, inverse_sum, kv_state)
+        else:
+            self._store_whole(consumer, place, (inverse_sum, lse), row, q_phase)
+
+    @cute.jit
+    def _store_whole(
+        self,
+        consumer: Consumer,
+        place: TilePlace,
+        factors: tuple[cute.Tensor, cute.Tensor],
+        row: Int32,
+        q_phase: Int32,
+    ):
+        """O at once; ``factors`` are those of O's rows, and LSE."""
+        config, (inverse_sum, lse) = consumer.config, factors
         self.correction.normalize(consumer.output.acc, inverse_sum)
         self.store.lse(lse, place.head, place.seqlens, row, self.lane)
         if const_expr(config.o_from_registers):
             self.store.rows(consumer.output.acc, place.head, place.seqlens, row, self.lane)
         else:
             self._store_by_tma(consumer, place, q_phase)
+
+    @cute.jit
+    def _store_halves(
+        self, consumer: Consumer, place: TilePlace, inverse_sum: cute.Tensor, kv_state: PipelineState
+    ):
+        """Each half of O's columns through shared memory once its last P V is done, the first under the second."""
+        config, wg = consumer.config, consumer.wg
+        is_store_warp = self.warp_in_group == 0
+        if is_store_warp:
+            self.store.wait()
+        sync_warpgroup(wg)
+        sO = self.store.o.smem[None, None, wg]
+        row_block = place.m_block * config.consumers + wg
+        for h in cutlass.range_constexpr(2):
+            consumer.await_half(h, kv_state)
+            acc = consumer.output.half(h)
+            self.correction.normalize(acc, inverse_sum)
+            dtype = self.store.o.smem.element_type
+            rO = cute.make_rmem_tensor(acc.layout, dtype)
+            rO.store(acc.load().to(dtype))
+            half = cute.local_tile(sO, (WARPGROUP_ROWS, config.head_dim_v // 2), (0, h))
+            self._registers_to_shared(consumer.output.half_mma, rO, half)
+            cute.arch.fence_view_async_shared()
+            sync_warpgroup(wg)
+            if is_store_warp:
+                self.store.start_half(wg, row_block, place.head, place.seqlens, h)
 
     @cute.jit
     def _store_by_tma(self, consumer: Consumer, place: TilePlace, q_phase: Int32):
@@ -72,7 +119,8 @@ class Epilogue(LoopInvariant):
                 self.store.wait()
             sync_warpgroup(wg)
         sO = self.store.o.smem[None, None, wg]
-        self._registers_to_shared(consumer, sO)
+        rO = self._rounded(consumer, self.store.o.smem.element_type)
+        self._registers_to_shared(consumer.mmas.whole_pv, rO, sO)
         cute.arch.fence_view_async_shared()
         sync_warpgroup(wg)
         if is_store_warp:
@@ -95,14 +143,14 @@ class Epilogue(LoopInvariant):
             self.store.wait()
 
     @cute.jit
-    def _registers_to_shared(self, consumer: Consumer, sO: cute.Tensor):
-        dtype = self.store.o.smem.element_type
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+    def _registers_to_shared(self, mma: cute.TiledMma, rO: cute.Tensor, sO: cute.Tensor):
+        """O in the output's dtype, in registers as ``mma`` leaves them."""
+        operation = warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4)
+        atom = cute.make_copy_atom(operation, self.store.o.smem.element_type)
         thread = self.warp_in_group * cute.arch.WARP_SIZE + self.lane
         if const_expr(self.recomputes_addresses):
             thread = pin(thread, Int32)
-        copy = cute.make_tiled_copy_C(atom, consumer.mmas.whole_pv).get_slice(thread)
-        rO = self._rounded(consumer, dtype)
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
         cute.copy(atom, copy.retile(rO), copy.partition_D(sO))
 
     def _rounded(self, consumer: Consumer, dtype: Any) -> cute.Tensor:

@@ -294,9 +294,10 @@ class ForwardKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         of_order = lengths, mLSE, heads_per_kv_head, heads_per_section, divisors
-        if const_expr(c.asks_early):
-            ask_for_first_tile(c, inputs, parts.kv_source.v_row_mode, parts.batch, of_order)
-        if const_expr(c.starts_early):
+        first_tile = c, inputs, parts.kv_source.v_row_mode, parts.batch, of_order
+        if const_expr(c.asks_early and not c.waits_to_load):
+            ask_for_first_tile(*first_tile)
+        if const_expr(c.starts_early and not c.waits_to_load):
             # Nothing above reads or writes global memory. From here on the kernel in front has ended, and the next one
             # may start, up to its own wait.
             cute.arch.griddepcontrol_wait()
@@ -320,6 +321,9 @@ class ForwardKernel:
         else:
             if warp_idx < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_decrease(c.registers.producer)
+                if const_expr(c.waits_to_load):
+                    if warp_idx > 0:
+                        ask_for_first_tile(*first_tile)
                 parts.kv_source.produce(work, self._make_producer(roles), storage, warp_idx)
             else:
                 cute.arch.setmaxregister_increase(c.registers.consumer)
@@ -411,7 +415,7 @@ class ForwardKernel:
             if const_expr(precision.recomputes_addresses):
                 place = ending.place()
                 row = place.m_block * c.tile_m + row_in_tile
-            epilogue.finish(consumer, place, row, q_phase, ending)
+            epilogue.finish(consumer, place, row, q_phase, ending, kv_state)
             # The next tile: its number comes by mail from the producer, or is claimed here where there is none.
             q_phase ^= 1
             if const_expr(not c.warp_specialized):

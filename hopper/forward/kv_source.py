@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 
@@ -162,12 +162,16 @@ class DenseTma(LoopInvariant):
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
         q_phase = Int32(1)
+        if const_expr(self.config.waits_to_load):
+            cute.arch.griddepcontrol_wait()
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = work.head_kv(head)
             blocks = work.key_blocks(m_block, head, batch)
             kv_state = producer.load_tile((m_block, head, batch), head_kv, blocks, kv_state, q_phase)
+            if const_expr(self.config.waits_to_load):
+                cute.arch.griddepcontrol_launch_dependents()
             q_phase ^= 1
             tile = work.scheduler.claim(mail_state)
             mail_state.advance()

@@ -52,6 +52,11 @@ class Output(LoopInvariant):
         issue_gemm(self.mma, self.acc, tOrP, tOrV, True, steps=keys // COLUMNS_PER_STEP)
 
     @cute.jit
+    def start_last(self, tOrP: cute.Tensor, stage: Int32):
+        """``start`` of the last block of a tile."""
+        self.start(tOrP, stage)
+
+    @cute.jit
     def wait(self, tOrP: cute.Tensor, stage: Int32):
         """Until this P V, and all WGMMAs before it, are done: P and V may change."""
         warpgroup.wait_group(0)
@@ -65,6 +70,35 @@ class Output(LoopInvariant):
         """Shrink O for the maximum that the softmax has found last."""
         if const_expr(not self.config.late_rescale):
             scale_rows(self.acc, self.softmax.row_scale)
+
+
+class OutputInHalves(Output):
+    """``Output`` of which the last P V of a tile is two products, each of half of the columns: O of the first can leave
+    while the second is made.
+
+    ``half_mma`` makes such a product. After ``start_last`` its caller waits for the two, which are a group each, and
+    ``half`` has the result of one.
+    """
+
+    def __init__(self, half_mma: cute.TiledMma, *output: Any):
+        super().__init__(*output)
+        self.half_mma = half_mma
+        _, _, sV, _ = output
+        halves = half_mma.make_fragment_B(half_mma.get_slice(0).partition_B(sV))
+        self.tOrV_halves = cute.make_tensor(self.tOrV.iterator, halves.layout)
+
+    @cute.jit
+    def start_last(self, tOrP: cute.Tensor, stage: Int32):
+        for h in cutlass.range_constexpr(2):
+            of_half = self.tOrV_halves[None, h, None, stage]
+            shape, stride = of_half.layout.shape, of_half.layout.stride
+            layout = cute.make_layout((shape[0], 1, shape[1]), stride=(stride[0], 0, stride[1]))
+            issue_gemm(self.half_mma, self.half(h), tOrP, cute.make_tensor(of_half.iterator, layout), True)
+
+    def half(self, h: int) -> cute.Tensor:
+        """The part of ``acc`` that has half ``h`` of the columns."""
+        like = make_accumulator(self.half_mma, self.config.head_dim_v // 2)
+        return cute.make_tensor(self.acc.iterator + cute.size(like) * h, like.layout)
 
 
 def make_accumulator(mma: cute.TiledMma, columns: int, dtype: Any = Float32) -> cute.Tensor:

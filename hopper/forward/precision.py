@@ -12,7 +12,7 @@ from cute_kernels.softmax import OnlineSoftmax, RoundingSoftmax, SinkSoftmax
 from hopper.config import ForwardConfig
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import Mmas
-from hopper.forward.output import Output
+from hopper.forward.output import Output, OutputInHalves
 from hopper.forward.softmax import ComparingRoundingSoftmax, ComparingSinkSoftmax, ComparingSoftmax
 from hopper.forward.unscaled import NoCorrection, NoScales
 
@@ -48,7 +48,10 @@ class SixteenBits(LoopInvariant):
 
     def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""
-        return Output(self.config, mmas, sV, softmax)
+        parts = self.config, mmas, sV, softmax
+        if self.config.ends_in_halves:
+            return OutputInHalves(part_mma(self.config.head_dim_v // 2), *parts)
+        return Output(*parts)
 
     def make_scales(self, scale_log2: Float32, extras: tuple, storage: Any) -> NoScales:
         """What the producer publishes beside each block of K."""

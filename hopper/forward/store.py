@@ -10,7 +10,7 @@ from cute_kernels.fragments import store_octets, store_quads, store_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.config import WARPGROUP_ROWS
-from hopper.tiles import TmaOperand
+from hopper.tiles import TmaOperand, box_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,15 @@ class DenseTmaStore(LoopInvariant):
         """Start the copy of stage ``wg`` of O to the block of 64 rows number ``row_block`` of the sequence."""
         tOsO, tOgO = self.o.partition((WARPGROUP_ROWS, self.head_dim_v), (row_block, 0), head, seqlens.rows_q)
         cute.copy(self.o.atom, tOsO[None, wg], tOgO)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def start_half(
+        self, wg: Int32, row_block: Int32, head: Int32, seqlens: SeqlenInfo, h: cutlass.Constexpr[int]
+    ):
+        """``start`` of half ``h`` of the columns, which are a box each."""
+        tOsO, tOgO = self.o.partition((WARPGROUP_ROWS, self.head_dim_v), (row_block, 0), head, seqlens.rows_q)
+        cute.copy(self.o.atom, box_of(tOsO[None, wg], h), box_of(tOgO, h))
         cute.arch.cp_async_bulk_commit_group()
 
     def wait(self):
