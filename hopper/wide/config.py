@@ -68,6 +68,7 @@ class WideForwardConfig:
     dropout = False
     compares_bits = False
     holds_values = True
+    counts_from_end = False
     consumers = CONSUMERS
     ctas_per_sm = 1
     element_bytes = 2
