@@ -18,8 +18,8 @@ LINE_BYTES = 128
 def ask_for_first_tile(
     config: ForwardConfig, inputs: tuple, v_row_mode: int, batch: DenseBatch, of_order: tuple
 ):
-    """Have Q of the CTA's first tile come to L2, and the K and V that it visits first; by all threads, or
-    with ``waits_to_load`` by the warps beside the one that loads.
+    """Have Q of the CTA's first tile come to L2, and the K and V that it visits first: by all threads, or with
+    ``waits_to_load`` by the warps beside the one that loads.
 
     All SMs meet in L2, so what the kernel in front stores later is in it as well: nothing is read here, and no result
     depends on it. Without a mask the tiles of a head begin with the same keys, and ask for a part each. ``inputs`` are

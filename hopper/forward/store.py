@@ -17,6 +17,7 @@ from hopper.tiles import TmaOperand, box_of
 class DenseTmaStore(LoopInvariant):
     """For sequences of one length, each with rows of its own. O goes by TMA, which clips what lies past the end of the
     sequence or of head_dim_v; LSE, (seqlen_q or 0, heads, batch), straight from registers.
+    Query numbers count those that lead (``SeqlenInfo``), of which nothing is stored.
 
     One warp of each warpgroup calls ``start`` and ``wait``, all threads the others. ``outputs`` has O as a tensor
     where it goes from registers, (seqlen_q, head_dim_v, heads, batch), else nothing; with ``has_quads`` its columns lie
