@@ -227,8 +227,8 @@ class TurnedTileOrder:
     turns at what they walk over.
 
     Heads come in sections of ``heads_per_section``, which have their last tiles one behind the other, then those before
-    them: from the shortest on, each of which is the first at its walk and waits for none. Of the last ``tail_heads``
-    the longest come first, and each waits for the one before it: so no CTA begins a long tile when others run dry.
+    them: from the shortest on, each of which is the first where its walk begins. Of the last ``tail_heads`` the longest
+    come first, and each waits for the one before it: so no CTA begins a long tile when others run dry.
     """
 
     num_m_blocks: Any

@@ -25,13 +25,15 @@ from hopper.tiles import ragged_view
 
 TAIL_HEADS = 4
 TAIL_ROWS = 65536
-"""Key/value heads at the end of a launch whose shorter tiles come last (``TailedTileOrder``): those of so many rows of
-queries, and at least so many. More of them share too little in L2."""
+"""Key/value heads at the end of a launch whose shorter tiles come last (``TailedTileOrder``): those of TAIL_ROWS rows
+of queries, and TAIL_HEADS at least. More of them share too little in L2."""
 
 SHORT_ROWS = 1024
+"""Rows of queries of a key/value head, up to which half as many heads come last in a fixed order
+(``TurnedTileOrder``)."""
+
 LATE_ROWS = 2**20
-"""Of a head's queries, up to which half of those come last in a fixed order (``TurnedTileOrder``), and times the rows
-of a query tile from which on none do (`backward_margins.json`)."""
+"""Queries of a sequence times the rows of a query tile, above which no heads do (``backward_margins.json``)."""
 
 
 def _flag(number: Int32 | int) -> Int32 | int:
@@ -71,9 +73,8 @@ class DenseBatch(LoopInvariant):
     def sizes(
         self, mQ: cute.Tensor, mK: cute.Tensor, mdQ: cute.Tensor, window: Window, num_ctas: Int32
     ) -> tuple[tuple, tuple]:
-        """Of the views of Q and K: (key tiles, key/value heads, batches) and, where there is a tail, what a
-        ``TailedTileOrder`` takes behind them, or the heads of a section; and (key tiles of all of them, query
-        tiles of a head)."""
+        """Of the views of Q and K: (key tiles, key/value heads, batches) and what ``TailedTileOrder``, ``TileOrder`` or
+        ``TurnedTileOrder`` takes behind them; and (key tiles of all of them, query tiles of a head)."""
         num_n_blocks = cute.ceil_div(mK.shape[0], self.config.tile_n)
         tiles = num_n_blocks, mK.shape[2], mK.shape[3]
         if self.config.shortens:

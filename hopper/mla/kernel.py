@@ -65,8 +65,8 @@ class MlaKernel:
     | v, first part | `stages` | `tile_n * parts[0] * element_bytes` | `4` |
     | v, each other | `stages` | `tile_n * parts[i] * element_bytes` | `8` |
 
-    Named barriers are those of ``WideForwardKernel``. The CTAs of a cluster have 64
-    rows of a tile each, and every one loads a part of a key block for all by multicast.
+    Named barriers are those of ``WideForwardKernel`` and SUMMED. The CTAs of a cluster have 64 rows of a tile each, and
+    every one loads a part of a key block for all by multicast.
     """
 
     def __init__(self, config: MlaConfig):

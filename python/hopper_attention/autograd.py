@@ -27,6 +27,7 @@ from hopper_attention.launch.packed_gradients_again import (
 )
 from hopper_attention.launch.varlen import VarlenLaunch
 from hopper_attention.lengths import Lengths
+from hopper_attention.like_calls import may_be_like
 from hopper_attention.masks import FULL_SIDES
 from hopper_attention.qv import NO_QV_GRADIENT
 from hopper_attention.scores import NO_SCORES, NO_SLOPES_GRADIENT, sinks_gradient
@@ -64,7 +65,8 @@ def _plain_gradients(
     tensors: ForGradients, dlse: Tensor | None, options: GradientOptions
 ) -> tuple[Tensor, ...]:
     """dq, dk and dv where nothing changes the scores."""
-    if dlse is None:
+    # Options of a call that is traced may be symbols, which have no hash.
+    if dlse is None and may_be_like():
         found = differentiate_again(tensors, passes_of(options))
         if found is not None:
             return found
@@ -144,7 +146,8 @@ def _varlen_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     if dlse is alibi_slopes is sinks is philox is None and not ctx.softcap:
         given, where = ForGradients(dout, q, k, v, out, lse), Lengths(*lengths, *ctx.max_seqlens)
         again = GradientOptions(ctx.softmax_scale, ctx.causal, ctx.backend, ctx.deterministic, ctx.sides)
-        found = differentiate_packed_again(given, where, packed_passes_of(again))
+        # As of ``_plain_gradients``.
+        found = differentiate_packed_again(given, where, packed_passes_of(again)) if may_be_like() else None
         if found is not None:
             return *found, *[None] * 19
     tensors = (dout, dlse, q, k, v, out, lse, *lengths)

@@ -203,7 +203,8 @@ def check_dropout_p(dropout_p: Any) -> float:
     """``dropout_p`` as a float; raise unless it is a number from 0 on, below 1."""
     if not _is_number(dropout_p):
         raise TypeError(f"dropout_p is a {type(dropout_p).__name__}, {dropout_p!r}, allowed: a number")
-    if not 0 <= dropout_p < 1:
+    # One that is below 1 may be 1 as a float.
+    if not (0 <= dropout_p < 1 and float(dropout_p) < 1.0):
         raise ValueError(f"dropout_p is {dropout_p}, allowed: 0, which drops nothing, or more, below 1")
     return float(dropout_p)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -250,6 +251,7 @@ def test_packed_forms() -> None:
         (-0.1, ValueError, "dropout_p is -0.1, allowed"),
         (math.nan, ValueError, "dropout_p is nan, allowed"),
         (-(10**400), ValueError, "dropout_p is -10000"),
+        (1 - Fraction(1, 2**60), ValueError, "dropout_p is 11529.*, allowed"),
         ("0.1", TypeError, "dropout_p is a str, '0.1', allowed: a number"),
         (None, TypeError, "dropout_p is a NoneType, None, allowed: a number"),
         (True, TypeError, "dropout_p is a bool, True, allowed: a number"),

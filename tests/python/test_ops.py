@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hopper_attention import flash_attn_func, flash_attn_qkvpacked_func
+from hopper_attention import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 
 OPS = torch.ops.hopper_attention
 NO_SCHEMA_CHECK = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -112,6 +115,28 @@ def test_one_graph_serves_every_length(needs_grad: bool, is_marked: bool) -> Non
                 torch._dynamo.mark_dynamic(x, 1)
         assert torch.equal(compiled(q, k, v), flash_attn_func(q, k, v))
     assert len(graphs) == 1
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The same of the rows of a batch behind each other."""
+    starts = (torch.arange(x.shape[0] + 1, dtype=torch.int32) * x.shape[1] for x in (q, k))
+    longest = q.shape[1], k.shape[1]
+    return flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *starts, *longest, **options)
+
+
+@pytest.mark.parametrize("attend", [flash_attn_func, _packed])
+def test_gradients_compile_where_a_window_changes(attend: Callable[..., Tensor]) -> None:
+    """Its sides become symbols, which have no hash."""
+
+    def block(q: Tensor, k: Tensor, v: Tensor, left: int) -> Tensor:
+        return attend(q, k, v, causal=True, window_size=(left, 0))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for left in (2, 3, 5):
+        leaves = qkv(True)
+        got, wanted = (torch.autograd.grad(f(*leaves, left).sum(), leaves) for f in (compiled, block))
+        assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
 
 
 def test_compiles_packed_and_fp8() -> None:
