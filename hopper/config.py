@@ -57,8 +57,8 @@ ASKING_TILES = {
 }
 """Of 16 bits, by head_dim, keys of a block and causal: those for which ``asks_early`` was timed, and is faster."""
 
-WAITING_TILES = {(128, 96, False), (128, 128, False)}
-"""Of these, those for which ``waits_to_load`` was timed, and is faster."""
+WAITING_TILES = {("bfloat16", 128, 128, False)}
+"""Of these, those for which ``waits_to_load`` was timed, and is faster; by dtype too."""
 
 MIN_REGISTERS, MAX_REGISTERS = 24, 256
 """What setmaxnreg can set."""
@@ -393,15 +393,14 @@ class ForwardConfig:
         """Whether the warp that loads waits for the kernel in front, and nobody else: what consumers store comes behind
         what it has loaded. The warps beside it ask meanwhile, and the next kernel is let in once a tile's loads are
         issued."""
-        return self.asks_early and (self.head_dim, self.tile_n, self.causal) in WAITING_TILES
+        return self.asks_early and (self.dtype, self.head_dim, self.tile_n, self.causal) in WAITING_TILES
 
     @property
     def ends_in_halves(self) -> bool:
         """Whether the last P V of a tile is made in two halves of O's columns, which leave one after the other, the
         first while the second is made. A half is a box of TMA, and O has a place of its own. In float16 ptxas finds too
         few registers, and makes one product wait for the other throughout."""
-        is_known = self.waits_to_load and self.begins_in_turn and self.dtype == "bfloat16"
-        return is_known and not self.o_from_registers
+        return self.waits_to_load and self.begins_in_turn and not self.o_from_registers
 
     @property
     def _o_needs_place(self) -> bool:
