@@ -269,8 +269,8 @@ CLAIMS: list[tuple[str, str, Callable[[], Any]]] = [
     ),
     (
         "docs/kernels/forward.md",
-        "one is behind the best peer: head_dim 256, causal, at 16k, by {:.1f} %. The geometric mean is {:.3f}",
-        lambda: (100 * (1 - min(ratios(cells("forward")))), geometric_mean(ratios(cells("forward")))),
+        "the least has {:.3f} of its speed, head_dim 256, causal, at 16k. The geometric mean is {:.3f}",
+        lambda: (min(ratios(cells("forward"))), geometric_mean(ratios(cells("forward")))),
     ),
     (
         "docs/kernels/backward.md",
@@ -297,8 +297,9 @@ def test_a_figure_of_a_page_is_that_of_its_report(page: str, saying: str, values
 
 
 def test_cells_that_pages_name_are_those_behind() -> None:
-    behind = [cell.problem.name for cell in cells("forward") if cell.ratio < 1]
-    assert behind == [WORST]
+    found = cells("forward")
+    assert min(found, key=lambda cell: cell.ratio).problem.name == WORST
+    assert all(cell.ratio >= 1 for cell in found)
     assert [cell.problem.name for cell in cells("fp8") if cell.drop_in < 1] == [
         "bf16-b16-s1024-h8-d256-causal",
         "bf16-b8-s2048-h8-d256-causal",
