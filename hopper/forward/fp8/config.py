@@ -172,8 +172,8 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def asks_early(self) -> bool:
-        """Where V comes in rows, a mask is causal and each maximum is taken: there it was timed, and gained."""
-        return self.has_short_beginnings and self.is_plain
+        """Where V comes in rows and what stands between two tiles is short: there it was timed, and gained."""
+        return self._has_short_ends and self.is_plain
 
     @property
     def mean_bytes(self) -> int:
