@@ -26,6 +26,10 @@ STEP_EXPONENT, CHANCE = -6, 3.0
 """A mean is a multiple of 2 to this exponent, in units of the power of two below the spread of its column, and at least
 so many standard errors."""
 
+E4M3_BITS, SMALL_FIRST, MOST_LEFT = 4, 2.0**-5, 128.0
+"""A mean keeps so many significant bits, those of e4m3, where the first value of its column is below this share of it,
+and where the square of what that leaves of it, times the keys that were looked at, is below so many variances."""
+
 COLUMNS = 64
 """Of a head, that are taken at once: 128 bytes of a row."""
 

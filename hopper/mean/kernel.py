@@ -13,12 +13,15 @@ from hopper.mean.config import (
     CHUNK,
     COLUMNS,
     CTAS_PER_SM,
+    E4M3_BITS,
     GROUPS,
     LANES_OF_ROW,
+    MOST_LEFT,
     OUTLYING,
     ROWS_OF_WARP,
     RUN,
     RUNS,
+    SMALL_FIRST,
     STEP_EXPONENT,
     THREADS,
     WARP_THREADS,
@@ -124,7 +127,9 @@ class ValueMeanKernel:
             cute.arch.sync_threads()
         own = first_column + thread
         if rank == 0 and thread < COLUMNS and own < mV.shape[3]:
-            mMean[sequence, head, own] = worth_subtracting(received, thread, groups * counted)
+            mMean[sequence, head, own] = worth_subtracting(
+                received, thread, pivots[thread, 0], groups * counted
+            )
 
     def _rows(self, mV: cute.Tensor, lengths: tuple, sequence: Int32) -> tuple:
         """(entry of V that a sequence is in, its first row there, its rows)."""
@@ -227,9 +232,9 @@ class PackedValueMeanKernel(ValueMeanKernel):
 
 
 @cute.jit
-def worth_subtracting(received: cute.Tensor, column: Int32, keys: Int32) -> Float32:
-    """What to subtract from a column of a head, of which ``keys`` keys were looked at. A group whose mean is NaN does
-    not count."""
+def worth_subtracting(received: cute.Tensor, column: Int32, first: Float32, keys: Int32) -> Float32:
+    """What to subtract from a column of a head, of which ``keys`` keys were looked at and which begins with ``first``.
+    A group whose mean is NaN does not count."""
     means, count = with_fillers([received[column, group, 0] for group in range(GROUPS)])
     middle = upper_median(means)
     farthest = Float32(OUTLYING) * upper_median([distance_from(middle, mean) for mean in means])
@@ -243,7 +248,7 @@ def worth_subtracting(received: cute.Tensor, column: Int32, keys: Int32) -> Floa
     for group in cutlass.range_constexpr(GROUPS):
         variances.append(received[column, group, 1] if is_number(means[group]) else means[group])
     variance = upper_median(variances)
-    result = on_the_grid(robust, variance)
+    result = of_few_bits(on_the_grid(robust, variance), first, variance, keys)
     is_chance = robust * robust * Float32(keys) < Float32(CHANCE * CHANCE) * variance
     is_kept = count > 0 and not is_chance and is_number(result)
     return result if is_kept else Float32(0.0)
@@ -260,6 +265,19 @@ def on_the_grid(mean: Float32, variance: Float32) -> Float32:
     # From there on float32 has whole numbers alone, or nearly.
     steps = whole if cute.math.absf(steps) < Float32(2.0 ** (MANTISSA_BITS - 1)) else steps
     return steps * step if biased > 0 else mean
+
+
+@cute.jit
+def of_few_bits(mean: Float32, first: Float32, variance: Float32, keys: Int32) -> Float32:
+    """A mean with the significant bits of e4m3, ties to even, where the ``first`` value of the column is next to
+    nothing beside it, and what that leaves of the mean is little for so many keys."""
+    dropped = MANTISSA_BITS + 1 - E4M3_BITS
+    bits = mean.bitcast(Int32)
+    few = ((bits + ((1 << dropped - 1) - 1) + (bits >> dropped & 1)) >> dropped << dropped).bitcast(Float32)
+    left = few - mean
+    is_small = cute.math.absf(first) < Float32(SMALL_FIRST) * cute.math.absf(mean)
+    is_little = left * left * Float32(keys) < Float32(MOST_LEFT) * variance
+    return few if is_small and is_little else mean
 
 
 def is_number(x: Float32) -> cutlass.Boolean:

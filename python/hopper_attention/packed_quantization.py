@@ -176,7 +176,8 @@ def packed_mean_worth_subtracting(v: Tensor, lengths: Lengths) -> Tensor:
     shift = mean_of_groups(differences)
     means = torch.where(is_there, first.view(shape) + shift, math.nan)
     variances = mean_of_groups(differences.square()) - shift * shift
-    return worth_subtracting(*only_numbers(means, variances), (groups * counted)[:, None, None])
+    keys_counted = (groups * counted)[:, None, None]
+    return worth_subtracting(*only_numbers(means, variances), first.view(shape)[:, 0], keys_counted)
 
 
 def _quantize(

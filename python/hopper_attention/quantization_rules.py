@@ -33,10 +33,13 @@ from torch.nn.functional import pad
 
 from hopper.mean.config import (
     CHANCE,
+    E4M3_BITS,
     GROUPS,
+    MOST_LEFT,
     OUTLYING,
     RUN,
     RUNS,
+    SMALL_FIRST,
     STEP_EXPONENT,
     groups_of,
     is_sampled,
@@ -144,22 +147,41 @@ def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
     either way. Any vector off that grid would send all of them the same way: an error with a mean, which many keys do
     not average out. A multiple of a power of two leaves them on it. The squared spread of a column is the median of the
     variances of its segments.
+
+    The first token of a language model often has a value of nearly zero, and most of the attention. A mean that e4m3
+    holds leaves of it a number that e4m3 holds. So the mean of a column that begins so is rounded to E4M3_BITS
+    significant bits as well, unless sums of one sign would lose too much by what that leaves of it.
     """
     groups, length = groups_of(v.shape[1])
     counted = sample_size(length) if is_sampled(v.shape[1]) else length
-    return worth_subtracting(*_segments(v), groups * counted)
+    return worth_subtracting(*_segments(v), v[:, 0].float(), groups * counted)
 
 
-def worth_subtracting(means: torch.Tensor, variances: torch.Tensor, keys: int | torch.Tensor) -> torch.Tensor:
+def worth_subtracting(
+    means: torch.Tensor, variances: torch.Tensor, first: torch.Tensor, keys: int | torch.Tensor
+) -> torch.Tensor:
     """The same of the means and variances of segments, float32 (b, GROUPS, hk, d), NaN where they do not count, for
-    which so many keys were looked at: an int, or (b, 1, 1)."""
+    which so many keys were looked at, an int, or (b, 1, 1). The values begin with ``first``, float32 (b, hk, d)."""
     mean = _robust_mean(means)
     squared = _median_of_numbers(variances).squeeze(1).nan_to_num()
     exponent = (squared.frexp().exponent - 1).div(2, rounding_mode="floor") + STEP_EXPONENT
     step = torch.ldexp(torch.ones_like(squared), exponent)
     rounded = torch.where(squared >= SMALLEST_NORMAL, (mean / step).round() * step, mean)
+    rounded = _of_few_bits(rounded, first, squared, keys)
     is_chance = mean * mean * keys < CHANCE**2 * squared
     return torch.where(is_chance | ~rounded.isfinite(), 0.0, rounded)
+
+
+def _of_few_bits(
+    mean: torch.Tensor, first: torch.Tensor, squared: torch.Tensor, keys: int | torch.Tensor
+) -> torch.Tensor:
+    """Means with the significant bits of e4m3 where the ``first`` value of the column is next to nothing beside it, and
+    what that leaves of the mean is little for so many keys. ``squared`` is the squared spread."""
+    mantissa, exponent = mean.frexp()
+    few = torch.ldexp((mantissa * 2**E4M3_BITS).round() / 2**E4M3_BITS, exponent)
+    left = few - mean
+    is_little = left * left * keys < MOST_LEFT * squared
+    return torch.where((first.abs() < SMALL_FIRST * mean.abs()) & is_little, few, mean)
 
 
 def _segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -114,6 +114,19 @@ def test_packed_sequences_have_what_each_has_by_itself(used: dict[str, tuple], c
         assert torch.equal(found[i : i + 1], alone)
 
 
+def test_means_of_few_bits_where_values_begin_with_nothing() -> None:
+    v = draw(1, 1500, 1, 16)
+    v[:, 0] = torch.linspace(0.0, 0.1, 16)
+    v = v.bfloat16()
+    found, twin = mean_on_numpy(v, 2), mean_worth_subtracting(v)
+    few = found.bfloat16().view(torch.int16) % 16 == 0
+    assert torch.equal(found, twin)
+    assert few[..., [1, 2, 4]].all() and not few[..., 12].any()
+    packing = Packing.of([(1, 1500), (1, 40)], (0, 0))
+    rows = torch.cat([v[0], v[0, :40]])
+    assert torch.equal(packed_mean_on_numpy(rows, packing, 2)[:1], twin)
+
+
 def test_bad_values_and_outliers() -> None:
     v = draw(1, 1600, 1, 16)
     v[0, 5:9, 0, 0], v[0, ::50, 0, 1], v[0, 70, 0, 2], v[0, 100:300, 0, 3] = math.nan, math.inf, -1e30, 3e4
