@@ -199,6 +199,7 @@ def _by_type(scalar: Callable, pair: Callable) -> Callable[[str, list[str]], Ste
 COMPARISONS = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.fast_math import pin
-from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.score_tile import ScoreTile
 from hopper.forward.consumer import Consumer
@@ -153,9 +152,7 @@ class HalfScoresConsumer(LaggingConsumer):
         self.pipes.k.consumer_release(kv_state)
         scores.finish(acc_S, n_block, True)
         self.softmax.take_new_unit()
-        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.softmax.take_maximum(acc_S, r)
-            self.softmax.store_P(self.tOrP, acc_S, r)
+        self.softmax.take_first_maxima(self.tOrP, acc_S)
         self.pipes.v.consumer_wait(kv_state)
 
     @cute.jit

@@ -43,10 +43,10 @@ from hopper.forward.fp8.operand_a import store_words_as_operand_a_e4m3
 from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
-    FAR_EXPONENT,
+    FAR_RISE,
+    LARGEST_P,
     LEAST_MAXIMUM_EXPONENT,
-    WARY_EXPONENT,
-    WARY_LIMIT,
+    NEARLY,
     StaleMaximumSoftmax,
     octaves_over,
 )
@@ -57,8 +57,9 @@ BLOCKS_A_WARY_BLOCK = 8
 ALMOST_ONE = 1.0 - 2.0**-6
 """With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
 
-FARTHEST = 256.0
-"""Up to here float16 has steps of 1/4 or less of an octave, for distances from the ceiling too."""
+FARTHEST = 2000.0
+"""Up to here float16 has steps of an octave or less, for distances from the ceiling too: what is aimed at 2^3 is$
+between 2^2.5 and 2^3.5."""
 
 NANS = 0x7FFF7FFF
 """A pair of NaN in float16."""
@@ -69,12 +70,17 @@ def pair_of(x: float) -> int:
     return int.from_bytes(2 * struct.pack(">e", x), "big", signed=True)
 
 
-WARY_LIMITS, FAR_EXPONENTS = pair_of(WARY_LIMIT), pair_of(FAR_EXPONENT)
-"""Pairs of ``WARY_LIMIT`` and ``FAR_EXPONENT``."""
+WARY_EXPONENT = 3
+"""In place of 4: of 192 keys that are alike a thread's 48 then add up to less than 448, so that none has to be made
+again."""
 
-CEILINGS, RISEN_EXPONENTS = pair_of(CEILING), pair_of(WARY_EXPONENT + 2.0**-7)
-"""Likewise. The largest P of a row whose maximum rises is aimed a little above 2^4: the offset is rounded, and chords
-take a step of 2.5 % just below 2^4, which e4m3 rounds away and the sum of the row does not."""
+WARY_LIMITS, FAR_EXPONENTS = pair_of(WARY_EXPONENT + NEARLY), pair_of(WARY_EXPONENT + FAR_RISE)
+"""Pairs of exponents: up to the first a wary row keeps its maximum."""
+
+RISEN_EXPONENT = WARY_EXPONENT + 2.0**-7
+CEILINGS, RISEN_EXPONENTS = pair_of(CEILING), pair_of(RISEN_EXPONENT)
+"""Likewise. The largest P of a row whose maximum rises is aimed a little above 2^3: the offset is rounded, and chords
+take a step of 2.5 % just below a power of two, which e4m3 rounds away and the sum of the row does not."""
 
 SIGNLESS, LAST_NEAR = 0x7FFF7FFF, pair_of(FARTHEST) - 0x00010001
 """What leaves the signs of a pair out, and the pair of the last float16 below ``FARTHEST``."""
@@ -107,6 +113,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     """
 
     wary_blocks = 12
+    wary_exponent = WARY_EXPONENT
 
     def __init__(
         self,
@@ -174,6 +181,36 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
                 self.row_sum[r] = self.row_sum[r] + self.totals[r]
 
     @cute.jit
+    def take_first_maxima(self, operand: cute.Tensor, acc_S: cute.Tensor):
+        """P of a tile's first block, both rows by their maxima: made in float16 as in other blocks, the largest P of a
+        row a little above 2^3. Where a row's P is lost, or a thread's sum of it above 448, ``take_maximum`` makes them
+        again."""
+        of_thread = self._find_largest(acc_S)
+        of_row = over_lanes(of_thread, maximum_of_halves)
+        own, top = unpack(of_thread, Float16), unpack(of_row, Float16)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            scaled = multiply_rounded(top[r], self.scale[r])
+            wanted = scaled + Float32(P_EXPONENT - RISEN_EXPONENT)
+            self._place_shift(r, wanted if scaled > -Float32.inf else self.shift[r])
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.exponentiate_by_stale_maximum(acc_S, r)
+        # A row whose largest score is NaN has NaN for P, and needs no other.
+        is_lost = [
+            not self.totals[r] <= Float32(LARGEST_P) and top[r] == top[r] for r in range(ROWS_PER_THREAD)
+        ]
+        if cute.arch.vote_any_sync(is_lost[0] or is_lost[1]):
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                self.take_maximum(acc_S, r)
+        else:
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                self.row_sum[r] = self.totals[r]
+                if own[r] == top[r]:
+                    largest = multiply_rounded(top[r], self.scale[r]) + Float32(P_EXPONENT) - self.shift[r]
+                    self.row_sum[r] = self.totals[r] + _rounding_of(exp2(largest))
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.store_P(operand, acc_S, r)
+
+    @cute.jit
     def take_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """P of row ``r`` by its maximum, and ``row_scale`` for what is older.
 
@@ -202,9 +239,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
             self.words[r, j] = scale_words(self.words[r, j], factor)
         self.row_scale[r] = exp2(before - self.shift[r])
         total = total * factor
-        largest = exp2(top - self.shift[r])
-        largest = pack(largest, largest, Float16)
-        rounding = unpack(round_to_e4m3(largest), Float16)[0] - unpack(largest, Float16)[0]
+        rounding = _rounding_of(exp2(top - self.shift[r]))
         total = total + rounding if of_thread == of_row else total
         self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + total
 
@@ -220,16 +255,19 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def _may_rise(self, acc_S: cute.Tensor) -> Boolean:
         """Whether a score of the thread is above a row's limit, or NaN. Leaves ``largest`` of the thread."""
+        self.largest[0] = self._find_largest(acc_S)
+        scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
+        exponents = multiply_add_halves(self.largest[0], scales, offsets)
+        return _is_any_above(exponents, WARY_LIMITS)
+
+    def _find_largest(self, acc_S: cute.Tensor) -> Int32:
+        """The largest scores of the thread's rows; NaN if one is."""
         scores = words_of_pairs(acc_S)
         words = [
             reduce_by_threes([scores[r, j] for j in range(scores.shape[1])], maximum_of_halves)
             for r in range(ROWS_PER_THREAD)
         ]
-        pairs = (permute_bytes(*words, halves) for halves in (LOWER_HALVES, UPPER_HALVES))
-        self.largest[0] = maximum_of_halves(*pairs)
-        scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
-        exponents = multiply_add_halves(self.largest[0], scales, offsets)
-        return _is_any_above(exponents, WARY_LIMITS)
+        return maximum_of_halves(*(permute_bytes(*words, halves) for halves in (LOWER_HALVES, UPPER_HALVES)))
 
     @cute.jit
     def _raise_maxima(self, acc_S: cute.Tensor, n_block: Int32):
@@ -291,6 +329,12 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     def _sum_of_words(self, r: int) -> Float32:
         return sum_of_words([self.words[r, j] for j in range(self.words.shape[1])])
+
+
+def _rounding_of(x: Float32) -> Float32:
+    """What e4m3 adds to a number that float16 has rounded."""
+    pair = pack(x, x, Float16)
+    return unpack(round_to_e4m3(pair), Float16)[0] - unpack(pair, Float16)[0]
 
 
 def _is_any_above(pair: Int32, limits: int) -> Boolean:

@@ -26,7 +26,7 @@ from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
     LARGEST_SUM_EXPONENT,
     LEAST_MAXIMUM_EXPONENT,
-    WARY_LIMIT,
+    NEARLY,
     StaleMaximumSoftmax,
     exponent_of,
     octaves_over,
@@ -121,7 +121,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
             of_thread = thread_maximum(acc_S, r).bitcast(Float32)
             offset = Float32(P_EXPONENT) - self.shift[r]
             exponent = cute.arch.fmax(of_thread * self.scale[r] + offset, offset)
-            may = may | (exponent > Float32(WARY_LIMIT))
+            may = may | (exponent > Float32(self.wary_exponent + NEARLY))
         return may
 
     @cute.jit

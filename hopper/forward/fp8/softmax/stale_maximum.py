@@ -50,14 +50,9 @@ ALARM, ALARM_LIMIT = 4, 12
 """What a block that was made again adds to a warp's alarm, from which each block that was not takes 1. Above the limit
 the warp is wary."""
 
-WARY_EXPONENT = 4
-"""The largest P of a row that takes its maximum first is 2^4. None that is less dominates, by ``DOMINATES``."""
-
-WARY_LIMIT = WARY_EXPONENT + NEARLY
-"""Up to this exponent such a row keeps its maximum."""
-
-FAR_EXPONENT = 7.0
-"""A maximum above this was worth being taken first, if the row has had one of a whole block before."""
+FAR_RISE = 3.0
+"""A maximum so many octaves above what wary warps aim at was worth being taken first, if the row has had one of a whole
+block before."""
 
 FLOAT32_BIAS, FLOAT32_MANTISSA_BITS = 127, 23
 
@@ -78,6 +73,10 @@ class StaleMaximumSoftmax(ExactSoftmax):
 
     wary_blocks: int
     """For so many blocks a warp is wary once it is."""
+
+    wary_exponent = 4
+    """The largest P of a row that takes its maximum first is 2 to this. None that is less dominates, by ``DOMINATES``.
+    Up to ``NEARLY`` above such a row keeps its maximum."""
 
     def __init__(self, scale_log2: Float32, tile_scales: tuple, slots: cute.Tensor, polynomial_pairs: int):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
@@ -131,18 +130,19 @@ class StaleMaximumSoftmax(ExactSoftmax):
 
     @cute.jit
     def _take_maxima(self, tops: tuple[Float32, Float32], n_block: Int32):
-        """Make 2^4 of the largest P of a row that would be more. ``row_scale`` is what O is to be multiplied with.
+        """Make 2^``wary_exponent`` of the largest P of a row that would be more. ``row_scale`` is what O is to be
+        multiplied with.
 
         Both rows go through it together, without a branch: each step waits for the one before it.
         """
         exponents = [tops[r] + Float32(P_EXPONENT) - self.shift[r] for r in range(ROWS_PER_THREAD)]
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             before = self.shift[r]
-            risen = tops[r] + Float32(P_EXPONENT - WARY_EXPONENT)
-            self._place_shift(r, risen if exponents[r] > Float32(WARY_LIMIT) else before)
+            risen = tops[r] + Float32(P_EXPONENT - self.wary_exponent)
+            self._place_shift(r, risen if exponents[r] > Float32(self.wary_exponent + NEARLY) else before)
             self.row_scale[r] = exp2(before - self.shift[r])
             self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
-        self._note_rise(maximum_or_nan(*exponents) > Float32(FAR_EXPONENT), n_block)
+        self._note_rise(maximum_or_nan(*exponents) > Float32(self.wary_exponent + FAR_RISE), n_block)
 
     @cute.jit
     def _note_rise(self, is_far: Boolean, n_block: Int32):
