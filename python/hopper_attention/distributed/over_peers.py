@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from hopper_attention import dense_again
 from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.pieces import Piece, Problem
-from hopper_attention.distributed.pushed import EVERY_HEAD, Guest, HeadShare, Offered, PushedExchange
+from hopper_attention.distributed.pushed import Guest, Offered, PushedExchange
 from hopper_attention.launch.backward import BackwardLauncher, find_for_call
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import ReadyLaunch, run_forward
@@ -57,18 +57,10 @@ def _serves(
     return launcher is None or (isinstance(launcher, BackwardLauncher) and may_replace_keys(launcher))
 
 
-def may_take_their_places(
-    tensors: tuple[Tensor, Tensor, Tensor], ranks: int, share: HeadShare, mask: MaskSpec, call: Call
-) -> bool:
-    """Whether gradients of a share of the heads may be written to where these lie: not where a kernel still reads them
-    then.
-
-    Args:
-        tensors: rows of Q, K and V, of all heads.
-    """
-    sizes = ((x.shape[0], ranks * x.shape[1], share.of(x.shape[2] // ranks), x.shape[3]) for x in tensors)
+def may_take_their_places(shapes: tuple[torch.Size, ...], q: Tensor, mask: MaskSpec, call: Call) -> bool:
+    """Whether gradients of Q, K and V of these shapes, like ``q`` else, may be written to where these lie: not where a
+    kernel still reads them then."""
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    shapes, q = tuple(map(torch.Size, sizes)), tensors[0]
     return _serves(shapes, q.dtype, q.device, mask, deterministic, call.backend)
 
 
@@ -96,9 +88,9 @@ class AttentionOverPeers(torch.autograd.Function):
         lent = exchange.lend_heads((q, k, v), problem.layout)
         kept: list[Tensor] = []
         if is_kept:
-            may_stay = not saves_elsewhere() and may_take_their_places(
-                (q, k, v), exchange.ranks.size, EVERY_HEAD, mask, call
-            )
+            shapes = tuple([x.shape for x in lent.tensors])
+            may_stay = exchange.takes_turns and not saves_elsewhere()
+            may_stay = may_stay and may_take_their_places(shapes, q, mask, call)
             guest = exchange.receive(lent, may_stay)
             ctx.way = exchange, problem, call, guest
             # Beside the kernel, which reads the same.

@@ -194,9 +194,10 @@ def parts_of(
     parts = divide(k.shape[2] // ranks)
     if parts is None or not q.numel() or not k.numel():
         return None
-    may_be = not is_kept or may_take_their_places(
-        qkv, ranks, parts.backward.part(0), whole_mask(problem), call
-    )
+    share = parts.backward.part(0)
+    sizes = ((x.shape[0], ranks * x.shape[1], share.of(x.shape[2] // ranks), x.shape[3]) for x in qkv)
+    shapes = tuple(map(torch.Size, sizes))
+    may_be = not is_kept or may_take_their_places(shapes, q, whole_mask(problem), call)
     return parts if may_be else None
 
 
