@@ -154,7 +154,7 @@ class Guest:
         return self.brought.found_in(copy)
 
 
-NOBODY = Guest(Brought((), torch.empty(0, dtype=torch.uint8), ()), NOTHING)
+NOBODY = Guest(Brought((), torch.empty(0, dtype=torch.uint8, device="cpu"), ()), NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
