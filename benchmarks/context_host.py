@@ -99,6 +99,8 @@ def pretend() -> PushedExchange:
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "get_device_properties", lambda index: mock.Mock(multi_processor_count=MULTIPROCESSORS)),
+        (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
+        (device_memory, "_bytes_of_current_stream", lambda index, size: torch.empty(size, dtype=torch.uint8)),
         (device_memory, "empty_on_gpu", guards._empty_strided_cpu),
         (device_memory, "tile_counter", lambda index: counter),
     ]

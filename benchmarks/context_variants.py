@@ -16,7 +16,7 @@ from hopper_attention.distributed import ulysses
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.peers import PeerMemory, share_memory
-from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange
+from hopper_attention.distributed.pushed import LEAST_BYTES, Brought, Guest, PushedExchange
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class WrittenExchange(PushedExchange):
 
     def take_rows(self, offered: Any) -> list[Tensor]:
         return self.to_rows(offered.tensors, offered.layout)
+
+
+class CopyingExchange(PushedExchange):
+    """Q, K and V of the heads are always copied out of the buffer, beside the attention to them."""
+
+    def receive(self, brought: Brought, may_stay: bool) -> Guest:
+        return super().receive(brought, False)
 
 
 def shared(ranks: Ranks, device: torch.device, nbytes: int) -> PeerMemory:
@@ -73,6 +80,7 @@ def by_peer_memory(kind: type[PushedExchange]) -> Iterator[None]:
 VARIANTS = {
     "ulysses by messages": messages_only,
     "ulysses, gradients written": partial(by_peer_memory, WrittenExchange),
+    "ulysses, heads copied": partial(by_peer_memory, CopyingExchange),
     "ulysses by peer memory, of any length": partial(by_peer_memory, PushedExchange),
 }
 """By name."""

@@ -57,6 +57,11 @@ def wants_only_a_launch(q: Any, k: Any, v: Any) -> bool:
     return is_plain_16_bit_call(q, k, v) and not needs_gradient(q, k, v)
 
 
+def saves_elsewhere() -> bool:
+    """Whether what passes save goes through hooks, as checkpoints do: it may come back as other tensors then."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def are_plain_tensors(tensors: Iterable[Any]) -> bool:
     """Whether these, each of which may be None, are tensors or parameters and no subclass of them."""
     # Not all(), whose generator takes as long as all the rest.

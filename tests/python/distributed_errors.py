@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import save_on_cpu
 
 from hopper_attention.distributed import context_parallel_attention
 from hopper_attention.quantized import Fp8Quantization
@@ -48,8 +50,11 @@ def disagree(about: str, ranks: int = 2) -> str:
     x = torch.zeros(1, rows, 2, 16, dtype=DTYPE)
     if about == "cu_seqlens":
         x = x[0]
+    if about == "hooks":
+        x.requires_grad_()
     options = {"method": "ring"} | options
-    return error_of(lambda: context_parallel_attention(x, x, x, groups()[ranks], **options))
+    with save_on_cpu() if about == "hooks" and odd else nullcontext():
+        return error_of(lambda: context_parallel_attention(x, x, x, groups()[ranks], **options))
 
 
 def check_or_not(number: int) -> str:

@@ -326,6 +326,8 @@ def test_ranks_that_disagree_are_told_who_and_in_what(pool: Pool) -> None:
     assert "whether there are sinks is False on rank 0 and True on rank 1" in told
     told = pool(2, "distributed_errors.disagree", "gradient of sinks")[0]
     assert "whether a gradient is wanted is False on rank 0 and True on rank 1" in told
+    told = pool(2, "distributed_errors.disagree", "hooks")[0]
+    assert "whether hooks save tensors is False on rank 0 and True on rank 1" in told
     for name, (here, there) in DIFFERENT.items():
         of_ranks = pool(2, "distributed_errors.disagree", name)
         if name in ("quantization", "cu_seqlens"):

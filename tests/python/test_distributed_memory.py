@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise, product
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from hopper_attention import compile_cache
 from hopper_attention.distributed import (
+    explain_context_parallel,
     gradients,
     over_peers,
     parts_over_peers,
@@ -31,7 +31,7 @@ from hopper_attention.distributed.over_peers import AttentionOverPeers
 from hopper_attention.distributed.parts_over_peers import AttentionInParts
 from hopper_attention.distributed.peers import PeerMemory
 from hopper_attention.distributed.pieces import Group, Problem, length
-from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange, Region
+from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange
 from hopper_attention.distributed.schedule import (
     RowBytes,
     Schedule,
@@ -368,6 +368,16 @@ def either(numbers: set[int]) -> str:
     return " or ".join(map(str, sorted(numbers)))
 
 
+def test_what_a_ring_holds_is_what_auto_says(bare_ring: None) -> None:
+    for world, heads in product((2, 4), ((16, 16), (32, 8))):
+        plan = explain_context_parallel(world, 1 << 17, *heads, HEAD_DIM, causal=True)
+        found = worst(world, 1 << 17, heads)
+        assert plan.method == "ring" and plan.aim_bytes == found.aim
+        # With several parts the schedule reckons with buffers that are not all there at a time.
+        assert found.both - found.sizes.out // 16 <= plan.held_bytes <= 1.25 * found.both
+        assert ("memory='least'" in plan.reason) == (plan.held_bytes > found.aim)
+
+
 def test_what_is_posted_and_launched_is_as_the_page_says(
     bare_ring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +410,7 @@ class BareMemory(MemoryWithoutStreams):
 class UlyssesBytes(NamedTuple):
     """Of a rank: the room of the group, and what passes hold beside it, results included; ``both`` without dQ, dK, dV.
 
-    ``meetings`` are those of two steps of two layers each.
+    ``meetings`` are those of a step of one layer, and of two steps of two layers each.
     """
 
     room: int
@@ -458,13 +468,16 @@ def ulysses_bytes(
         memory.forget(q, k, v, dout)
         for x in (q, k, v):
             x.requires_grad_()
-        step(1)
+        # Of the second one Q, K and V stay in the buffer.
+        for _ in range(2):
+            step(1)
         peaks_of = []
         for run in (torch.no_grad()(attend_once), lambda: step(1)):
             memory.peak = before = memory.live
+            meetings = [made[-1].meetings]
             run()
             peaks_of.append(memory.peak - before)
-        meetings = [made[-1].meetings]
+        meetings.append(made[-1].meetings)
         for _ in range(2):
             step(2)
             meetings.append(made[-1].meetings)
@@ -489,12 +502,22 @@ def test_what_ulysses_holds_is_as_the_page_says(monkeypatch: pytest.MonkeyPatch)
     rows = []
     for ranks, heads in product((2, 4, 8), HEADS):
         found = ulysses_bytes(monkeypatch, ranks, heads)
-        # Q, K and V, and an output; and one more meeting where a forward pass follows a backward one.
         q, k, v, out, _ = tensors_of(ranks, 1 << 15, heads)
         assert found.room == q.nbytes + k.nbytes + v.nbytes + out.nbytes
-        assert found.meetings == (9, 9)
-        aim = out.nbytes + 2 * (k.nbytes + v.nbytes)
-        rows.append(row_of_ulysses(ranks, heads, aim, found.room, found.forward, found.both))
+        # Four, and one where dO takes the room of the output. Of two layers eight, one where a forward pass follows a
+        # backward one, and in the first step one where the first layer is copied after all.
+        assert found.meetings == (5, 10, 9)
+        aim, held = out.nbytes + 2 * (k.nbytes + v.nbytes), found.room + found.both
+        rows.append(row_of_ulysses(ranks, heads, aim, found.room, found.forward, found.both, held))
+        # What `auto` says is what there is, but for LSEs.
+        plan = explain_context_parallel(ranks, 1 << 15, *heads, HEAD_DIM, causal=True)
+        assert plan.transport == "peer memory" and plan.aim_bytes == aim
+        assert plan.held_bytes <= held <= plan.held_bytes + out.nbytes // 16
+        assert f"a rank holds up to {plan.held_bytes >> 20} MiB" in plan.reason
+        assert ("memory='least'" in plan.reason) == (heads == (32, 8))
+        # The aim and the LSE, which is in float32, where heads of Q take no more than those of K and V.
+        if heads == (16, 16):
+            assert aim < held <= aim + 4 * out.numel() // HEAD_DIM
     assert table_of_the_page("ulysses memory") == rows
 
 
@@ -517,62 +540,6 @@ def test_what_ulysses_holds_in_parts_is_as_the_page_says(monkeypatch: pytest.Mon
         assert (reckoned <= aim) == (heads == (16, 16) and ranks < 8), ranks
     assert table_of_the_page("ulysses in parts") == rows
     assert divide(1) is None
-
-
-class OrderedMemory(BareMemory):
-    """Buffers that say what waits for what: marks, by the side that they are of and their number."""
-
-    def __init__(self, nbytes: int, memory: LiveBytes) -> None:
-        super().__init__(nbytes, memory)
-        self.side, self.marks = "main", 0
-        self.waits: list[tuple[str, tuple[str, int]]] = []
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        self.side = "aside"
-        try:
-            yield
-        finally:
-            self.side = "main"
-
-    def mark(self) -> Any:
-        self.marks += 1
-        return self.side, self.marks
-
-    def after(self, mark: Any) -> None:
-        self.waits.append((self.side, mark))
-
-
-def test_a_part_that_fails_is_waited_for_and_kept_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*given: Any) -> Tensor:
-        raise torch.OutOfMemoryError("no room")
-
-    q, k, v, *_ = tensors_of(2, 1 << 15, (16, 16))
-    with LiveBytes() as live:
-        exchange = PushedExchange(
-            Ranks(None, 1, 2),  # type: ignore[arg-type]  # no message is sent
-            OrderedMemory(LEAST_BYTES, live),
-            lambda nbytes: OrderedMemory(nbytes, live),
-        )
-        given = q, k, v, exchange, problem_of(2, 1 << 15), CALL, divide(8), False, False
-        monkeypatch.setattr(parts_over_peers, "attend_heads", attend_in_place)
-        AttentionInParts.apply(*given)
-        memory = exchange.memory
-        assert isinstance(memory, OrderedMemory) and exchange.last.size < memory.nbytes
-        with monkeypatch.context() as patch:
-            patch.setattr(parts_over_peers, "attend_heads", fail)
-            with pytest.raises(torch.OutOfMemoryError, match="no room"):
-                AttentionInParts.apply(*given)
-        assert memory.waits[-1] == ("main", ("aside", memory.marks)) and exchange.last == Region(
-            0, memory.nbytes
-        )
-        meetings = []
-        for _ in range(2):
-            before = memory.meetings
-            AttentionInParts.apply(*given)
-            meetings.append(memory.meetings - before)
-        # One more, before anything is written.
-        assert meetings == [5, 4]
 
 
 def test_storages_are_counted_until_nothing_holds_them() -> None:

@@ -269,6 +269,28 @@ def rows_of_memory_on_two() -> list[str]:
     return rows
 
 
+STAYS = "development/context_stay_2_0de9ca4.json"
+
+
+def rows_of_stays() -> list[str]:
+    """Of both passes: milliseconds and efficiency where Q, K and V of the heads stay in the buffer and where they are
+    copied; and MiB without dQ, dK and dV, with the buffer."""
+    report, rows = json.loads((RESULTS / STAYS).read_text()), []
+    for tokens, heads in product((1 << 14, 1 << 15), ((16, 16), (32, 8))):
+        shape = tokens, *heads
+        name = "s{}-h{}-hk{}-d128-causal".format(*shape)
+        cells = {c["way"]: c for c in report["cells"] if c["shape"] == name}
+        ring, copied, stays = (cells[f"{way}, {BOTH}"] for way in ("ring", "ulysses, heads copied", "auto"))
+        columns = [f"{cells[f'one GPU, {BOTH}']['seconds'] * 1e3:.1f}"]
+        columns += [f"{c['seconds'] * 1e3:.2f}, {c['efficiency']:.3f}" for c in (ring, copied, stays)]
+        held = [c["extra_bytes"] - c["result_bytes"] + c["out_bytes"] for c in (ring, copied, stays)]
+        buffer = report[f"room_bytes_after_{name}"]
+        sizes = 2 * ring["kv_shard_bytes"] + ring["out_bytes"], held[0], held[1] + buffer, held[2] + buffer
+        columns += [f"{x / 2**20:.0f}" for x in sizes]
+        rows.append(f"| {name_of(shape)} | " + " | ".join(columns) + " |")
+    return rows
+
+
 def over_peer_memory() -> list[tuple[int, tuple[int, int, int], float]]:
     """GPUs, shape and seconds of both passes of ulysses, all heads at once."""
     found = [(2, x, cells_of(ON_TWO)[x][f"{AT_ONCE}, {BOTH}"]["seconds"]) for x in SHORT_SHAPES]
@@ -400,6 +422,7 @@ def rows_of_model_and_measurement() -> list[str]:
         ("published", rows_of_published),
         ("short of two", rows_of_short_on_two),
         ("memory of two", rows_of_memory_on_two),
+        ("stays of two", rows_of_stays),
         ("model over peer memory", rows_of_model_over_peer_memory),
         ("in e4m3", rows_in_e4m3),
         ("model and measurement", rows_of_model_and_measurement),

@@ -17,7 +17,7 @@ from hopper_attention.distributed.checks import FIRST, note_agreement
 from hopper_attention.distributed.request import Mesh, Options, Request
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.like_calls import Remembered, may_be_like
-from hopper_attention.plain_calls import PLAIN_TENSORS
+from hopper_attention.plain_calls import PLAIN_TENSORS, saves_elsewhere
 from hopper_attention.quantized import Fp8Quantization
 
 Key = tuple[Any, ...]
@@ -50,7 +50,8 @@ def key_of(q: Any, k: Any, mesh: Mesh, sinks: Tensor | None, given: tuple[Any, .
     if group is None or not kinds or not KINDS.issuperset(kinds):
         return None
     # What a method may choose is another thing in a graph.
-    moment = torch.is_grad_enabled(), q.is_cuda and torch.cuda.is_current_stream_capturing()
+    is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    moment = torch.is_grad_enabled(), is_captured, saves_elsewhere()
     return group, q.shape, k.shape, moment, given, kinds
 
 

@@ -309,7 +309,7 @@ def _keeps_to_the_aim(request: Request, tensors: tuple[Tensor, Tensor, Tensor]) 
         return False
     of_rank = request.sizes.of_rank(request.problem)
     held = bytes_in_parts(of_rank, request.ring.size)
-    if held is None or held > 2 * of_rank.shard + of_rank.out:
+    if held is None or held > of_rank.aim:
         return False
     return _may_have_peers(request) and _has_peers(request, tensors[0].device)
 

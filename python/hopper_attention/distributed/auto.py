@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
+from hopper_attention.distributed.division import bytes_at_once
 from hopper_attention.distributed.heads import MessageExchange
 from hopper_attention.distributed.layout import check_divides, parts_of
 from hopper_attention.distributed.pieces import (
@@ -24,13 +25,19 @@ from hopper_attention.distributed.pieces import (
     length,
 )
 from hopper_attention.distributed.pushed import MOST_BYTES, PushedExchange
-from hopper_attention.distributed.schedule import RowBytes, backward_schedule, forward_schedule
+from hopper_attention.distributed.schedule import (
+    RowBytes,
+    backward_bytes,
+    backward_schedule,
+    forward_schedule,
+)
 from hopper_attention.distributed.steps import Step, steps_of
 from hopper_attention.launch.addition import MOST_PARTS
 from hopper_attention.masks import UNLIMITED
 
 RING, ALL_GATHER, ULYSSES, MESH, AUTO = "ring", "all_gather", "ulysses", "mesh", "auto"
 REMEMBERED = 1024
+MIB = 1 << 20
 
 METHODS = (RING, ALL_GATHER, ULYSSES, MESH, AUTO)
 
@@ -195,6 +202,9 @@ class ContextPlan:
         seconds: by method, what the model says of a forward and a backward pass; only those that can do it.
         efficiency: of the method, by the model: time of the same share of the work on one GPU over its time.
         transport: what carries ulysses, "peer memory" or "messages"; empty for a method without it.
+        held_bytes: what a rank holds at most in both passes with the method, as its schedule reckons: the output and
+            buffers are among it, its Q, K and V, their gradients and LSEs are not. 0 where nothing reckons.
+        aim_bytes: two shards of K and V, and the output.
     """
 
     method: str
@@ -202,6 +212,8 @@ class ContextPlan:
     seconds: dict[str, float] = field(default_factory=dict)
     efficiency: float = 1.0
     transport: str = ""
+    held_bytes: int = 0
+    aim_bytes: int = 0
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in self.seconds.items())
@@ -473,6 +485,20 @@ def plan(problem: Problem, sizes: Sizes, machine: Machine = DEFAULT_MACHINE) -> 
     if method == ULYSSES:
         transport = transport_of(rows, problem.world, sizes, machine)
         reason += f"; heads go by {transport}"
-    return ContextPlan(
-        method, reason, seconds, ideal / seconds[method] if seconds[method] else 1.0, transport
-    )
+    held, aim = _held_bytes(method, transport, problem, sizes), sizes.of_rank(problem).aim
+    if held:
+        reason += (
+            f"; a rank holds up to {held / MIB:.0f} MiB, two shards of K and V and the output {aim / MIB:.0f}"
+        )
+    if held > aim:
+        reason += ": memory='least' holds less and takes longer"
+    efficiency = ideal / seconds[method] if seconds[method] else 1.0
+    return ContextPlan(method, reason, seconds, efficiency, transport, held, aim)
+
+
+def _held_bytes(method: str, transport: str, problem: Problem, sizes: Sizes) -> int:
+    of_rank = sizes.of_rank(problem)
+    if method == RING:
+        schedule = backward_schedule(problem, of_rank)
+        return of_rank.out + backward_bytes(problem, of_rank, schedule.parts, schedule.at_once)
+    return bytes_at_once(of_rank, problem.world) if transport == PushedExchange.name else 0

@@ -66,6 +66,17 @@ def divide(kv_heads: int) -> Division | None:
     return Division(HeadParts(shares, 2), HeadParts((kv_heads // number,) * number, 2))
 
 
+def bytes_at_once(sizes: RowBytes, ranks: int) -> int:
+    """As ``bytes_in_parts``, of all heads at once and one layer at a time, whose Q, K and V stay in the buffer.
+
+    The output is there as heads and as rows, with sums of dQ in float32; or as rows with dQ, dK and dV.
+    """
+    copies = max(1, ranks // sizes.kv_heads)
+    room = bytes_for(2 * sizes.out + copies * sizes.shard)
+    gradients = sizes.out + sizes.shard
+    return room + max(4 * sizes.out, sizes.out + gradients) - gradients
+
+
 def bytes_in_parts(sizes: RowBytes, ranks: int) -> int | None:
     """What a rank holds at most in both passes, a buffer made for that and the output among it, and without dQ, dK and
     dV; None where the heads are too few for parts. LSEs are not counted."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from hopper_attention.distributed.pushed import (
     ADDRESSED,
     CTAS,
     FEW_CTAS,
+    NOBODY,
     REMEMBERED_SENDINGS,
     Launches,
     Pieces,
@@ -37,11 +38,7 @@ from hopper_attention.distributed.pushed import (
     launches_of,
     room_of,
 )
-from hopper_attention.launch.backward import BackwardLauncher, find_for_call
-from hopper_attention.launch.base import REMEMBERED_CALLS
-from hopper_attention.launch.gradient_sums import may_replace_keys
 from hopper_attention.launch.gradients_again import ForGradients
-from hopper_attention.masks import MaskSpec
 
 
 class Result(NamedTuple):
@@ -127,6 +124,9 @@ class PartedExchange:
         exchange.memory.begin()
         plans = self._plans_of(rows, reserve)
         memory = exchange.memory
+        if exchange.guest is not NOBODY:
+            # A copy is made here, and not aside.
+            exchange.make_way()
         began = memory.mark()
         try:
             with memory.aside():
@@ -302,32 +302,3 @@ class AttentionInParts(torch.autograd.Function):
 def bytes_for(passes: PartedExchange, come: Sequence[Tensor | Result]) -> int:
     """Of the buffer."""
     return passes.bytes_of([x.nbytes for x in come])
-
-
-@lru_cache(maxsize=REMEMBERED_CALLS)
-def _serves(
-    shapes: tuple[torch.Size, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    mask: MaskSpec,
-    deterministic: bool,
-    backend: str | None,
-) -> bool:
-    launcher = find_for_call(*shapes, dtype, device, mask.causal, deterministic, backend, mask.sides)
-    # What no such launcher serves makes them elsewhere.
-    return launcher is None or (isinstance(launcher, BackwardLauncher) and may_replace_keys(launcher))
-
-
-def may_take_their_places(
-    tensors: tuple[Tensor, Tensor, Tensor], ranks: int, parts: HeadParts, mask: MaskSpec, call: Call
-) -> bool:
-    """Whether gradients of a part may be written to where it lies: not where a kernel still reads it then.
-
-    Args:
-        tensors: rows of Q, K and V, of all heads.
-    """
-    share = parts.part(0)
-    sizes = ((x.shape[0], ranks * x.shape[1], share.of(x.shape[2] // ranks), x.shape[3]) for x in tensors)
-    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    shapes, q = tuple(map(torch.Size, sizes)), tensors[0]
-    return _serves(shapes, q.dtype, q.device, mask, deterministic, call.backend)

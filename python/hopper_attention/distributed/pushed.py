@@ -129,6 +129,34 @@ class Brought:
         return [of_dtype[x.dtype].as_strided(x.shape, x.stride(), first) for x, first in each]
 
 
+class Guest:
+    """What a forward pass was brought, until its backward pass: in the buffer as long as nothing else wants the room,
+    and in a copy of it then.
+
+    Attributes:
+        region: of the buffer, as long as it is there.
+        copies: of the room; one, or none.
+    """
+
+    def __init__(self, brought: Brought, region: Region) -> None:
+        self.brought = brought
+        self.region = region
+        self.copies: list[Tensor] = []
+
+    def copy(self) -> None:
+        self.copies.append(self.brought.room.clone())
+
+    def copied(self) -> list[Tensor]:
+        """The tensors, of the copy, which may have been made on another stream."""
+        (copy,) = self.copies
+        if copy.is_cuda:
+            copy.record_stream(torch.cuda.current_stream(copy.device))
+        return self.brought.found_in(copy)
+
+
+NOBODY = Guest(Brought((), torch.empty(0, dtype=torch.uint8, device="cpu"), ()), NOTHING)
+
+
 @dataclass(frozen=True, slots=True)
 class Sending:
     """What exchanges do whose tensors are like those of an earlier one: all of it but where these lie.
@@ -194,6 +222,8 @@ class PushedExchange(HeadExchange):
         self.memory = memory
         self.make = make
         self.last = NOTHING
+        self.guest = self.awaited = NOBODY
+        self.takes_turns = False
         self.outgrown: list[PeerMemory] = []
         self.sendings: Remembered[Sending] = Remembered(REMEMBERED_SENDINGS)
         self.offers: dict[tuple[Any, ...], Offered] = {}
@@ -204,7 +234,30 @@ class PushedExchange(HeadExchange):
 
     def lend_heads(self, tensors: Sequence[Tensor], layout: str) -> Brought:
         """``to_heads`` in the buffer itself: what reads them is launched before the next exchange."""
+        # Whose backward pass comes now comes later than others'.
+        self.awaited = NOBODY
         return self._exchange(tensors, True, layout)
+
+    def receive(self, brought: Brought, may_stay: bool) -> Guest:
+        """What was lent last, for a backward pass. It stays where it lies, if it may, where the last one that was
+        received was differentiated before anything else came as heads: that is so of one layer at a time. All ranks
+        find the same, as they make the same calls."""
+        region = Region(0, brought.room.numel())
+        guest = self.awaited = Guest(brought, region)
+        if may_stay and self.takes_turns:
+            self.guest = guest
+        self.takes_turns = False
+        return guest
+
+    def see_again(self, guest: Guest) -> bool:
+        """Whether a guest whose backward pass begins is still in the buffer."""
+        self.takes_turns = guest is self.awaited
+        self.awaited = NOBODY
+        return guest is self.guest
+
+    def lend_beside(self, tensors: Sequence[Tensor], layout: str) -> Brought:
+        """``lend_heads`` of what is as large as the rows that went before, where these lay: beside the guest."""
+        return self._exchange(tensors, True, layout, at_end=True)
 
     def to_rows(self, tensors: Sequence[Tensor], layout: str) -> list[Tensor]:
         return [x.clone() for x in self.lend_rows(tensors, layout).tensors]
@@ -219,13 +272,22 @@ class PushedExchange(HeadExchange):
         total = sum(map(_room_of, like))
         # What the exchange before brought is still read while these are written.
         self._make_room(total, False, 0)
-        key = layout, *((x.shape, x.dtype) for x in like)
+        return self._offer(like, self._region(total, True), layout)
+
+    def offer_over(self, guest: Guest, layout: str) -> Offered:
+        """The room of the guest, to be written over what lies there, as ``offer``."""
+        self.memory.begin()
+        self.guest = NOBODY
+        return self._offer(guest.brought.tensors, guest.region, layout)
+
+    def _offer(self, like: Sequence[Tensor], region: Region, layout: str) -> Offered:
+        key = layout, region, *((x.shape, x.dtype) for x in like)
         offered = self.offers.get(key)
         if offered is None:
             if len(self.offers) >= REMEMBERED_SENDINGS:
                 self.offers.clear()
-            offered = self.offers[key] = self._offer(like, total, layout)
-        self.keep_off(offered.region)
+            offered = self.offers[key] = self._plan_offer(like, region, layout)
+        self.keep_off(region)
         return offered
 
     def take_rows(self, offered: Offered) -> list[Tensor]:
@@ -234,8 +296,7 @@ class PushedExchange(HeadExchange):
         self.leave(offered.region)
         return offered.take()
 
-    def _offer(self, like: Sequence[Tensor], total: int, layout: str) -> Offered:
-        region = self._region(total, False)
+    def _plan_offer(self, like: Sequence[Tensor], region: Region, layout: str) -> Offered:
         offsets = accumulate(map(_room_of, like), initial=region.first)
         places = [(tuple(x.shape), x.dtype, offset) for x, offset in zip(like, offsets, strict=False)]
         shapes = tuple(self._of_rows(x) for x in like)
@@ -251,9 +312,12 @@ class PushedExchange(HeadExchange):
         mine = tuple(self.memory.view(self.ranks.rank, *place) for place in places)
         return Offered(mine, region, shapes, *launches_of(rows, pieces, like[0].device, gathers=True))
 
-    def _exchange(self, tensors: Sequence[Tensor], to_heads: bool, layout: str) -> Brought:
+    def _exchange(
+        self, tensors: Sequence[Tensor], to_heads: bool, layout: str, at_end: bool = False
+    ) -> Brought:
+        """``at_end``: of heads that go where rows do."""
         self.memory.begin()
-        key = to_heads, layout, len(tensors), tensors[0].shape, tensors[-1].shape
+        key = to_heads, at_end, layout, len(tensors), tensors[0].shape, tensors[-1].shape
         # An address is not part of what is remembered.
         addresses = 0
         for x in tensors:
@@ -261,7 +325,7 @@ class PushedExchange(HeadExchange):
         is_aligned = not addresses % ADDRESSED
         sending = self.sendings.find(key, *tensors) if is_aligned else None
         if sending is None or not self._has_room(sending.region.size, to_heads):
-            sending = self._sending(tensors, to_heads, layout)
+            sending = self._sending(tensors, to_heads, layout, at_end)
             if is_aligned and self.sendings.comes_again(key):
                 self.sendings.keep(key, sending, *tensors)
         self.keep_off(sending.region)
@@ -270,7 +334,7 @@ class PushedExchange(HeadExchange):
         self.leave(sending.region)
         return sending.brought
 
-    def _sending(self, given: Sequence[Tensor], to_heads: bool, layout: str) -> Sending:
+    def _sending(self, given: Sequence[Tensor], to_heads: bool, layout: str, at_end: bool) -> Sending:
         scattered = tuple(i for i, x in enumerate(given) if not _has_dense_rows(x))
         tensors = [x.contiguous() if i in scattered else x for i, x in enumerate(given)]
         shape_of, pieces_of = (
@@ -280,7 +344,7 @@ class PushedExchange(HeadExchange):
         *offsets, end = accumulate(map(_room_of, tensors), initial=0)
         # Heads are followed by an output, which is as large as Q.
         self._make_room(end, to_heads, max(map(_room_of, tensors)) if to_heads else 0)
-        region = self._region(end, to_heads)
+        region = self._region(end, at_end or not to_heads)
         start = region.first
         places = [(shape_of(x), x.dtype, start + offset) for x, offset in zip(tensors, offsets, strict=True)]
         pieces = [
@@ -308,17 +372,27 @@ class PushedExchange(HeadExchange):
         if total > self.memory.nbytes:
             # What the exchange before brought lies there, and its tensors do not hold it.
             self.outgrown.append(self.memory)
+            if self.guest is not NOBODY:
+                self.make_way()
             self.memory = self.make(bytes_for(total))
             self.last = NOTHING
             self.sendings.cache_clear()
             self.offers.clear()
             self.plans.clear()
 
-    def _region(self, total: int, to_heads: bool) -> Region:
-        return Region(0, total) if to_heads else Region(self.memory.nbytes - total, self.memory.nbytes)
+    def _region(self, total: int, at_end: bool) -> Region:
+        return Region(self.memory.nbytes - total, self.memory.nbytes) if at_end else Region(0, total)
+
+    def make_way(self) -> None:
+        """The guest's room may be written to, by those who keep off it."""
+        self.guest.copy()
+        self.last = Region(0, max(self.last.end, self.guest.region.end))
+        self.guest = self.awaited = NOBODY
 
     def keep_off(self, region: Region) -> None:
-        """Wait for all that the exchange before left in a region."""
+        """Wait for all that the exchange before left in a region, and the guest."""
+        if region.touches(self.guest.region):
+            self.make_way()
         if region.touches(self.last):
             self.memory.meet()
             self.last = NOTHING

@@ -25,7 +25,7 @@ from hopper_attention.distributed.ulysses import check_heads
 from hopper_attention.distributed.wire import check_quantization_travels
 from hopper_attention.features import read_window
 from hopper_attention.masks import UNLIMITED
-from hopper_attention.plain_calls import needs_gradient
+from hopper_attention.plain_calls import needs_gradient, saves_elsewhere
 from hopper_attention.quantized import Fp8Quantization, check_quantization
 from hopper_attention.scores import Scores, check_scores
 
@@ -230,6 +230,8 @@ def _check_agreement(
         "the dtype of q": str(q.dtype),
         "whether there are sinks": sinks is not None,
         "whether a gradient is wanted": needs_gradient(*given),
+        # What heads are attended to stays in the buffer of all ranks or of none.
+        "whether hooks save tensors": needs_gradient(*given) and saves_elsewhere(),
         "method": o.method,
         "memory": o.memory,
         "layout": o.layout,

@@ -72,6 +72,11 @@ class RowBytes(NamedTuple):
         """Of K and V."""
         return self.rows_of_k * self.of_keys
 
+    @property
+    def aim(self) -> int:
+        """Of what a rank is to hold beside its tensors and their gradients: two shards of K and V, and the output."""
+        return self.out + SHARDS_AT_A_TIME * self.shard
+
     def taken(self, problem: Problem) -> int:
         """Of K and V that come in a step, at most; of a shard under a window not all does."""
         return most_keys(problem) * self.of_keys

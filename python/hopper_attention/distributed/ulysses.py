@@ -20,8 +20,13 @@ from hopper_attention.distributed.division import Division, divide
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.merge import Merged
-from hopper_attention.distributed.over_peers import AttentionOverPeers, exchanged, whole_mask
-from hopper_attention.distributed.parts_over_peers import AttentionInParts, may_take_their_places
+from hopper_attention.distributed.over_peers import (
+    AttentionOverPeers,
+    exchanged,
+    may_take_their_places,
+    whole_mask,
+)
+from hopper_attention.distributed.parts_over_peers import AttentionInParts
 from hopper_attention.distributed.peers import PeerMemory, share_memory
 from hopper_attention.distributed.pieces import Problem
 from hopper_attention.distributed.pushed import LEAST_BYTES, MOST_BYTES, PushedExchange
@@ -189,7 +194,10 @@ def parts_of(
     parts = divide(k.shape[2] // ranks)
     if parts is None or not q.numel() or not k.numel():
         return None
-    may_be = not is_kept or may_take_their_places(qkv, ranks, parts.backward, whole_mask(problem), call)
+    share = parts.backward.part(0)
+    sizes = ((x.shape[0], ranks * x.shape[1], share.of(x.shape[2] // ranks), x.shape[3]) for x in qkv)
+    shapes = tuple(map(torch.Size, sizes))
+    may_be = not is_kept or may_take_their_places(shapes, q, whole_mask(problem), call)
     return parts if may_be else None
 
 
