@@ -160,6 +160,28 @@ def test_integers_are_those_of_python() -> None:
         assert work_out(captured.functions, captured.functions.score, inputs, ()).item() == f(0, 0, 0, q, k)
 
 
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y: x + y,
+        lambda x, y: x + True,
+        lambda x, y: ~mods.maximum(x, y),
+        lambda x, y: (x * y) == y,
+        lambda x, y: ~mods.minimum(x, y) + x,
+        lambda x, y: x**2 + y**2,
+        lambda x, y: 2 * x + y,
+    ],
+)
+def test_arithmetic_of_truth_values_is_that_of_torch(f: Callable[..., Any]) -> None:
+    captured = trace_functions(lambda s, b, h, q, k: f(q > 0, k > 0), None)
+    for q, k in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        names = {"q_idx": q, "kv_idx": k, "b": 0, "h": 0}
+        inputs = {name: torch.tensor(value, dtype=torch.int32) for name, value in names.items()}
+        inputs["score"] = torch.zeros((), dtype=torch.float64)
+        ours = work_out(captured.functions, captured.functions.score, inputs, ())
+        assert ours.item() == float(f(torch.tensor(q > 0), torch.tensor(k > 0)))
+
+
 def test_every_operation_can_be_worked_out_on_tensors() -> None:
     assert set(OPERATIONS) - {"cast"} == set(TORCH_OPERATIONS)
 
@@ -355,6 +377,23 @@ def test_functions_of_flex_attention_are_taken_as_they_are() -> None:
     inputs = qkv(33, 33)
     close(flash_attn_func(*inputs, **vars(example)), attention_naive(*inputs, **vars(example))[0])
     assert trace_functions(example.score_mod, None).functions.steps[-1][:2] == ("where", FLOAT)
+
+
+def test_the_oracle_takes_indices_one_after_the_other() -> None:
+    document, table = torch.arange(33).expand(2, -1) // 10, torch.randn(4, 3, 33, requires_grad=True)
+    inputs, example = (
+        qkv(33, 33),
+        Example(
+            lambda s, b, h, q_idx, kv_idx: s + table.detach()[h][1, kv_idx] * table.detach()[h][b][q_idx],
+            lambda b, h, q_idx, kv_idx: document[b][q_idx] == document[b][kv_idx],
+        ),
+    )
+    exact = attention_naive(*inputs, **vars(example))[0]
+    close(flash_attn_func(*inputs, **vars(example)), exact)
+    biased = attention_naive(*inputs, score_mod=lambda s, b, h, q, k: s + table[h][1][k])[0]
+    together = attention_naive(*inputs, score_mod=lambda s, b, h, q, k: s + table[h, 1, k])[0]
+    first, second = (torch.autograd.grad(out.sum(), table)[0] for out in (biased, together))
+    assert torch.equal(biased, together) and torch.equal(first, second)
 
 
 def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
