@@ -147,6 +147,22 @@ def test_slopes_are_those_of_torch(f: Callable[..., Any]) -> None:
     torch.testing.assert_close(slope.expand_as(score), torch.autograd.grad(plain.sum(), score)[0])
 
 
+def test_a_small_sigmoid_has_its_digits() -> None:
+    captured = trace_functions(lambda s, b, h, q, k: mods.log(mods.sigmoid(s)), None)
+    functions = captured.functions.with_slope()
+    score = torch.tensor([-300.0, -79.0, -40.0, -17.0, -9.0, 0.0, 12.0, 95.0, 300.0, math.nan])
+    inputs = {name: torch.tensor(0, dtype=torch.int32) for name in ("b", "h", "q_idx", "kv_idx")}
+    ours, slope = (
+        work_out(functions, step, {"score": score, **inputs}, ()) for step in (functions.score, functions.slope)
+    )
+    exact = torch.nn.functional.logsigmoid(score.double())
+    exact[0] = -80.0
+    torch.testing.assert_close(ours.double(), exact, rtol=2e-7, atol=2e-7, equal_nan=True)
+    of_exact = torch.sigmoid(-score.double())
+    of_exact[0] = 0.0
+    torch.testing.assert_close(slope.double(), of_exact, rtol=1e-6, atol=2e-7, equal_nan=True)
+
+
 def test_integers_are_those_of_python() -> None:
     def f(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q // k) * 1000 + q % k * 10 + ((q & 6) | 1) + (q ^ k) + (k << 2) + (q >> 1) + (~q) + (-q)
