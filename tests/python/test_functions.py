@@ -153,7 +153,8 @@ def test_a_small_sigmoid_has_its_digits() -> None:
     score = torch.tensor([-300.0, -79.0, -40.0, -17.0, -9.0, 0.0, 12.0, 95.0, 300.0, math.nan])
     inputs = {name: torch.tensor(0, dtype=torch.int32) for name in ("b", "h", "q_idx", "kv_idx")}
     ours, slope = (
-        work_out(functions, step, {"score": score, **inputs}, ()) for step in (functions.score, functions.slope)
+        work_out(functions, step, {"score": score, **inputs}, ())
+        for step in (functions.score, functions.slope)
     )
     exact = torch.nn.functional.logsigmoid(score.double())
     exact[0] = -80.0
