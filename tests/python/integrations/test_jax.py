@@ -251,6 +251,12 @@ def test_gradients_of_keys_that_each_device_has_whole() -> None:
         assert_close(actual, sum(summands), q.dtype, steps=4)
 
 
+def test_a_window_that_jax_traces_is_named() -> None:
+    q, k, v = draw()
+    with pytest.raises(TypeError, match=r"window_size is \(.*, 0\), allowed: a pair \(left, right\) of ints"):
+        jax.jit(lambda left: flash_attention(q, k, v, window_size=(left, 0)))(3)
+
+
 def test_ranks_that_are_not_promoted() -> None:
     q, k, v = draw()
     options = {"window_size": (7, 2), "attention_chunk": 9, "softcap": 2.0, "return_lse": True}
