@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.flex_attention import (
     BlockMask,
     and_masks,
@@ -365,6 +367,29 @@ def test_fp8_transforms_and_second_derivatives_are_refused() -> None:
     (dq,) = torch.autograd.grad(out.sum(), inputs[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiated again"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_fake_tensors_of_a_gpu_are_refused_before_a_kernel_is_launched(is_inside: bool) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="cuda:0") for _ in range(3)]
+        packed = [x.flatten(0, 1) for x in fakes]
+        starts = torch.empty(2, dtype=torch.int32, device="cuda:0")
+    options = {"score_mod": lambda s, b, h, q, k: s * 0.5}
+    with mode if is_inside else contextlib.nullcontext():
+        with pytest.raises(NotImplementedError, match="on fake tensors of a GPU"):
+            flash_attn_func(*fakes, **options)
+        with pytest.raises(NotImplementedError, match="on fake tensors of a GPU"):
+            flash_attn_varlen_func(*packed, starts, starts, 8, 8, **options)
+
+
+def test_fake_tensors_have_the_shapes_of_a_result() -> None:
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(x.detach()) for x in qkv()]
+    with mode:
+        out = flash_attn_func(*fakes, score_mod=lambda s, b, h, q, k: s * 0.5)
+    assert type(out) is FakeTensor and out.shape == flash_attn_func(*qkv()).shape
 
 
 def test_tensors_that_are_changed_before_the_gradient_are_found_out() -> None:
