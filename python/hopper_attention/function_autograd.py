@@ -159,11 +159,11 @@ def attend_with_functions(call: DenseCall, q: Tensor, k: Tensor, v: Tensor) -> t
     """out and lse of a checked call.
 
     Raises:
-        NotImplementedError: tensors of a GPU are fake. No operator stands for the call, and its kernel would be launched.
+        NotImplementedError: tensors of a GPU are fake. No operator stands for the call: a kernel would be launched.
     """
     if q.device.type == "cuda" and call.backend != "reference" and are_fake(q, k, v):
         raise NotImplementedError(
-            "score_mod, mask_mod and block_mask on fake tensors of a GPU (torch.export, make_fx, FakeTensorMode) are not "
+            "score_mod, mask_mod and block_mask on fake tensors of a GPU (torch.export, FakeTensorMode) are not "
             "implemented; torch.compile takes such a call, as a break in its graph, and backend='reference' is traced"
         )
     out, lse = AttentionWithFunctions.apply(call, q, k, v, call.scores.sinks, *call.constants)
