@@ -34,8 +34,6 @@ BITS = 32
 LARGEST_POWER = 16
 """The largest exponent of a power, which becomes so many products."""
 
-SMALLEST_OF_SIGMOID = -80.0
-
 OF_TRUTHS = {"add": "or", "max": "or", "mul": "and", "min": "and"}
 """What torch takes arithmetic between two truth values for."""
 
@@ -385,11 +383,9 @@ def _log2(trace: Trace, x: Any) -> Value:
 
 
 def _sigmoid(trace: Trace, x: Any) -> Value:
-    """1 / (1 + exp(-x)), whose logarithm has its digits where a tanh plus 1 has none left; x from -80 on, so that no
-    slope is 0 times infinity. A NaN is not below -80, and stays."""
-    bounded = trace.where(trace.comparison("lt", x, SMALLEST_OF_SIGMOID), SMALLEST_OF_SIGMOID, x)
-    power = trace.arithmetic("exp", trace.arithmetic("neg", bounded), kinds=(FLOAT,))
-    return trace.arithmetic("div", 1.0, trace.arithmetic("add", power, 1.0))
+    """(1 + tanh(x / 2)) / 2."""
+    half = trace.arithmetic("tanh", trace.arithmetic("mul", x, 0.5), kinds=(FLOAT,))
+    return trace.arithmetic("add", trace.arithmetic("mul", half, 0.5), 0.5)
 
 
 def _rsqrt(trace: Trace, x: Any) -> Value:
