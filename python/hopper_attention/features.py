@@ -212,7 +212,7 @@ def is_given(value: Any, default: float) -> bool:
 
 def is_full(window_size: Any) -> bool:
     """Whether a ``window_size`` is the default, which hides nothing."""
-    return type(window_size) is tuple and window_size == FULL_WINDOW
+    return window_size is FULL_WINDOW or (is_constant(window_size) and window_size == FULL_WINDOW)
 
 
 def is_constant(window_size: Any) -> bool:

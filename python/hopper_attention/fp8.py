@@ -274,7 +274,7 @@ def _attend_packed(
     exact_lse."""
     softmax_scale, backend, two_level, wants_lse, exact_lse = of_call
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    if is_plain_call(q, k, v) and not needs_gradient(q, k, v):
+    if is_plain_call(q, k, v) and not q.is_meta and not needs_gradient(q, k, v):
         c = with_packed_blocks(quantization, (k.shape[2], v.shape[2]), two_level, mask)
         parts = quantize_packed_here(q, k, v, lengths, c, quantizer_of(backend))
         call = scale, mask.causal, backend, two_level, wants_lse

@@ -19,6 +19,7 @@ from hopper_attention.launch.gradients import differentiate
 from hopper_attention.launch.varlen import run_varlen, run_varlen_backward
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import MaskSpec
+from hopper_attention.plain_calls import are_fake
 from hopper_attention.scores import FunctionScores, Scores, sinks_gradient
 from hopper_attention.value_parts import Gradients, differentiate_in_parts, needs_parts
 
@@ -155,6 +156,15 @@ class GradientWithFunctions(torch.autograd.Function):
 
 @compiled.disable
 def attend_with_functions(call: DenseCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of a checked call."""
+    """out and lse of a checked call.
+
+    Raises:
+        NotImplementedError: tensors of a GPU are fake. No operator stands for the call: a kernel would be launched.
+    """
+    if q.device.type == "cuda" and call.backend != "reference" and are_fake(q, k, v):
+        raise NotImplementedError(
+            "score_mod, mask_mod and block_mask on fake tensors of a GPU (torch.export, FakeTensorMode) are not "
+            "implemented; torch.compile takes such a call, as a break in its graph, and backend='reference' is traced"
+        )
     out, lse = AttentionWithFunctions.apply(call, q, k, v, call.scores.sinks, *call.constants)
     return out, lse

@@ -298,9 +298,10 @@ def _of_q_and_cache(named: dict[str, TensorSpec], max_seqlen_q: int) -> CacheSha
             f"({pages}, {rows}, {kv_heads}, head_dim_v)"
         )
     checks.check_heads(heads, kv_heads)
-    batch = named["cu_seqlens_q"].shape[0] - 1 if is_packed else q.shape[0]
+    batch = q.shape[0]
     if is_packed:
         _check_vector("cu_seqlens_q", named["cu_seqlens_q"], "(batch + 1,)")
+        batch = named["cu_seqlens_q"].shape[0] - 1
         if batch < 0:
             raise ValueError("cu_seqlens_q is empty, allowed: the batch size and 1 more, 1 or more elements")
     return CacheShape(

@@ -34,11 +34,23 @@ __all__ = [
     "where",
 ]
 
+OF_ANY_KIND = ("abs", "floor", "maximum", "minimum", "where")
+"""Functions of integers too; others make floats of them."""
+
+
+def _is_wide(name: str, x: Any) -> bool:
+    """Whether a function takes this number for a float."""
+    return isinstance(x, float) or name not in OF_ANY_KIND
+
 
 def _call(name: str, *values: Any) -> Any:
     if is_traced(values):
         return first_value(values).trace.call(name, values, {})
     device = next((x.device for x in values if isinstance(x, torch.Tensor)), None)
+    if device is None:
+        # A tensor would be one that the functions read, and on a CPU. Numbers are Python's: of 64 bits.
+        wide = (torch.tensor(x, dtype=torch.float64 if _is_wide(name, x) else None) for x in values)
+        return getattr(torch, name)(*wide).item()
     return getattr(torch, name)(*(torch.as_tensor(x, device=device) for x in values))
 
 

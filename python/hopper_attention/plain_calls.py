@@ -6,6 +6,7 @@ alone knows what is to happen with tensors that are no plain ones.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,13 @@ from hopper_attention.checks import HALF_DTYPES
 
 PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
 """Types of tensors that torch's dispatcher has nothing to do with."""
+
+TRACING_MODES = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+"""Dispatch modes of torch in which new tensors have no memory, or operators alone are written down."""
 
 _is_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -43,6 +51,15 @@ def is_plain_moment() -> bool:
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
     )
+
+
+def are_fake(*tensors: Tensor) -> bool:
+    """Whether these have no memory, or what is made of them would have none, as torch traces or runs a call without."""
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in TRACING_MODES):
+        return True
+    # No tensor is fake before somebody has imported what makes them so.
+    fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake_tensor is not None and any(fake_tensor.is_fake(x) for x in tensors)
 
 
 def is_plain_16_bit_call(q: Any, k: Any, v: Any) -> bool:

@@ -34,6 +34,9 @@ BITS = 32
 LARGEST_POWER = 16
 """The largest exponent of a power, which becomes so many products."""
 
+OF_TRUTHS = {"add": "or", "max": "or", "mul": "and", "min": "and"}
+"""What torch takes arithmetic between two truth values for."""
+
 USE_INSTEAD = (
     "use + - * / // % ** with a constant, comparisons, & | ^ ~ << >>, tensor[indices], hopper_attention.mods"
 )
@@ -152,8 +155,10 @@ class Trace:
 
     def arithmetic(self, operation: str, *arguments: Any, kinds: tuple[str, ...] = (INT, FLOAT)) -> Value:
         """An operation on arguments that are cast to one kind, that of the result: FLOAT if one of them is, else INT;
-        the first of ``kinds`` where that is none of them."""
+        the first of ``kinds`` where that is none of them. Of two truth values a sum is their or, as torch has it."""
         values = [self.value(x) for x in arguments]
+        if operation in OF_TRUTHS and {x.kind for x in values} == {BOOL}:
+            return self.logic(OF_TRUTHS[operation], *values)
         kind = FLOAT if FLOAT in [x.kind for x in values] else INT
         kind = kind if kind in kinds else kinds[0]
         if kind == INT and operation in ("floordiv", "mod") and self._constant_int(values[1]) == 0:
@@ -199,6 +204,7 @@ class Trace:
                 f"raises to the power of {exponent!r}; allowed are 0.5 and ints up to {LARGEST_POWER}"
             )
         value = self.value(base)
+        value = self.cast(value, INT) if value.kind == BOOL else value
         result = value
         for _ in range(abs(exponent) - 1):
             result = self.arithmetic("mul", result, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention.flex_attention import (
     BlockMask,
     and_masks,
@@ -147,6 +149,14 @@ def test_slopes_are_those_of_torch(f: Callable[..., Any]) -> None:
     torch.testing.assert_close(slope.expand_as(score), torch.autograd.grad(plain.sum(), score)[0])
 
 
+def test_plain_numbers_give_plain_numbers() -> None:
+    assert mods.exp(2.0) == math.exp(2.0) and mods.sqrt(64) == 8.0
+    assert mods.maximum(2, 3) == 3 and type(mods.minimum(2, 3)) is int
+    assert mods.where(True, 1.5, -1.0) == 1.5 and mods.abs(np.float32(-2.0)) == 2.0
+    functions = trace_functions(lambda s, b, h, q, k: s / mods.sqrt(64.0) + mods.minimum(1, 2), None)
+    assert not functions.tensors
+
+
 def test_integers_are_those_of_python() -> None:
     def f(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q // k) * 1000 + q % k * 10 + ((q & 6) | 1) + (q ^ k) + (k << 2) + (q >> 1) + (~q) + (-q)
@@ -158,6 +168,28 @@ def test_integers_are_those_of_python() -> None:
         }
         inputs |= {"b": inputs["q_idx"], "h": inputs["q_idx"], "score": torch.zeros((), dtype=torch.float64)}
         assert work_out(captured.functions, captured.functions.score, inputs, ()).item() == f(0, 0, 0, q, k)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, y: x + y,
+        lambda x, y: x + True,
+        lambda x, y: ~mods.maximum(x, y),
+        lambda x, y: (x * y) == y,
+        lambda x, y: ~mods.minimum(x, y) + x,
+        lambda x, y: x**2 + y**2,
+        lambda x, y: 2 * x + y,
+    ],
+)
+def test_arithmetic_of_truth_values_is_that_of_torch(f: Callable[..., Any]) -> None:
+    captured = trace_functions(lambda s, b, h, q, k: f(q > 0, k > 0), None)
+    for q, k in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        names = {"q_idx": q, "kv_idx": k, "b": 0, "h": 0}
+        inputs = {name: torch.tensor(value, dtype=torch.int32) for name, value in names.items()}
+        inputs["score"] = torch.zeros((), dtype=torch.float64)
+        ours = work_out(captured.functions, captured.functions.score, inputs, ())
+        assert ours.item() == float(f(torch.tensor(q > 0), torch.tensor(k > 0)))
 
 
 def test_every_operation_can_be_worked_out_on_tensors() -> None:
@@ -328,6 +360,29 @@ def test_fp8_transforms_and_second_derivatives_are_refused() -> None:
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_fake_tensors_of_a_gpu_are_refused_before_a_kernel_is_launched(is_inside: bool) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="cuda:0") for _ in range(3)]
+        packed = [x.flatten(0, 1) for x in fakes]
+        starts = torch.empty(2, dtype=torch.int32, device="cuda:0")
+    options = {"score_mod": lambda s, b, h, q, k: s * 0.5}
+    with mode if is_inside else contextlib.nullcontext():
+        with pytest.raises(NotImplementedError, match="on fake tensors of a GPU"):
+            flash_attn_func(*fakes, **options)
+        with pytest.raises(NotImplementedError, match="on fake tensors of a GPU"):
+            flash_attn_varlen_func(*packed, starts, starts, 8, 8, **options)
+
+
+def test_fake_tensors_have_the_shapes_of_a_result() -> None:
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(x.detach()) for x in qkv()]
+    with mode:
+        out = flash_attn_func(*fakes, score_mod=lambda s, b, h, q, k: s * 0.5)
+    assert type(out) is FakeTensor and out.shape == flash_attn_func(*qkv()).shape
+
+
 def test_tensors_that_are_changed_before_the_gradient_are_found_out() -> None:
     bias, inputs = torch.rand(4), qkv()
     out = flash_attn_func(*inputs, score_mod=lambda s, b, h, q, k: s * bias[h])
@@ -355,6 +410,23 @@ def test_functions_of_flex_attention_are_taken_as_they_are() -> None:
     inputs = qkv(33, 33)
     close(flash_attn_func(*inputs, **vars(example)), attention_naive(*inputs, **vars(example))[0])
     assert trace_functions(example.score_mod, None).functions.steps[-1][:2] == ("where", FLOAT)
+
+
+def test_the_oracle_takes_indices_one_after_the_other() -> None:
+    document, table = torch.arange(33).expand(2, -1) // 10, torch.randn(4, 3, 33, requires_grad=True)
+    inputs, example = (
+        qkv(33, 33),
+        Example(
+            lambda s, b, h, q_idx, kv_idx: s + table.detach()[h][1, kv_idx] * table.detach()[h][b][q_idx],
+            lambda b, h, q_idx, kv_idx: document[b][q_idx] == document[b][kv_idx],
+        ),
+    )
+    exact = attention_naive(*inputs, **vars(example))[0]
+    close(flash_attn_func(*inputs, **vars(example)), exact)
+    biased = attention_naive(*inputs, score_mod=lambda s, b, h, q, k: s + table[h][1][k])[0]
+    together = attention_naive(*inputs, score_mod=lambda s, b, h, q, k: s + table[h, 1, k])[0]
+    first, second = (torch.autograd.grad(out.sum(), table)[0] for out in (biased, together))
+    assert torch.equal(biased, together) and torch.equal(first, second)
 
 
 def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:

@@ -136,6 +136,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"cache_leftpad": 4}, TypeError, "cache_leftpad is a int, allowed: a torch.Tensor"),
     ({"cu_seqlens_q": int32([])}, ValueError, "cu_seqlens_q is empty"),
+    ({"cu_seqlens_q": int32(3)}, ValueError, "cu_seqlens_q has shape (), allowed: (batch + 1,)"),
     ({"cu_seqlens_q": torch.tensor([0, 3, 6, 9])}, TypeError, "cu_seqlens_q has dtype torch.int64"),
     ({"max_seqlen_q": 2.5}, TypeError, "max_seqlen_q is a float"),
     ({"max_seqlen_q": -3}, ValueError, "max_seqlen_q is -3, allowed: 0 or more"),

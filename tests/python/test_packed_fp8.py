@@ -141,6 +141,16 @@ def test_the_operators_say_the_shapes_that_they_give() -> None:
     torch.library.opcheck(_forward, arguments, test_utils=("test_autograd_registration", "test_faketensor"))
 
 
+def test_meta_tensors_have_the_shapes_of_a_result() -> None:
+    case = CASES["plain"]
+    q, k, v = case.tensors(torch.float16)
+    of_meta = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in lengths_of(case).items()}
+    options = {"quantization": C, "return_attn_probs": True}
+    results = flash_attn_fp8_func(*(x.to("meta") for x in (q, k, v)), **of_meta, **options)
+    for x, expected in zip(results, flash_attn_fp8_func(q, k, v, **lengths_of(case), **options), strict=True):
+        assert x.is_meta and (x.shape, x.dtype) == (expected.shape, expected.dtype)
+
+
 # e4m3 tensors with descales
 
 

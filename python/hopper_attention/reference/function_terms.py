@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from cute_kernels.user_functions import BOOL, FLOAT, INT, UserFunctions
 from hopper_attention.functions import CapturedFunctions, MaskMod, ScoreMod
@@ -104,6 +105,31 @@ class TracedFunctions(NoFunctions):
 
 
 @dataclass(frozen=True)
+class PartOfTensor:
+    """A tensor with fewer indices than dimensions so far, of which one is that of a tile."""
+
+    tensor: Tensor
+    indices: tuple[Any, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        more = index if isinstance(index, tuple) else (index,)
+        return self.tensor[(*self.indices, *more)]
+
+
+class IndicesInTurn(TorchFunctionMode):
+    """While it is active, ``tensor[i][j]`` is ``tensor[i, j]`` for indices of tiles, as it is for single numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            of_tile = any(isinstance(x, Tensor) and x.dim() == len(Positions._fields) for x in indices)
+            if of_tile and len(indices) < tensor.dim():
+                return PartOfTensor(tensor, indices)
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
 class PlainFunctions(NoFunctions):
     """Calls the functions themselves, on tensors. torch can differentiate that."""
 
@@ -118,14 +144,17 @@ class PlainFunctions(NoFunctions):
     def changed(self, scores: Tensor, rows: Span, cols: Span) -> Tensor:
         if self.score_mod is None:
             return scores
-        changed = self.score_mod(scores, *_long(self.places.of(rows, cols)))
+        with IndicesInTurn():
+            changed = self.score_mod(scores, *_long(self.places.of(rows, cols)))
         return torch.as_tensor(changed, device=scores.device).to(scores.dtype).expand_as(scores)
 
     def visible(self, visible: Tensor | None, rows: Span, cols: Span) -> Tensor | None:
         if self.mask_mod is None:
             return visible
         s = self.places.shape
-        seen = torch.as_tensor(self.mask_mod(*_long(self.places.of(rows, cols))), device=self.places.device)
+        with IndicesInTurn():
+            said = self.mask_mod(*_long(self.places.of(rows, cols)))
+        seen = torch.as_tensor(said, device=self.places.device)
         seen = seen.expand(s.batch, s.kv_heads, s.group * (rows.stop - rows.start), cols.stop - cols.start)
         return seen if visible is None else seen & visible
 

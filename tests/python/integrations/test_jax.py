@@ -236,6 +236,37 @@ def test_shard_map_over_the_batch_of_two_devices() -> None:
         assert_close(actual, other, q.dtype, steps=4)
 
 
+def test_gradients_of_keys_that_each_device_has_whole() -> None:
+    q, k, v = draw()
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    specs = {"in_specs": (P(None, None, "x"), P(), P()), "out_specs": P(None, None, "x")}
+    parts = jax.shard_map(functools.partial(flash_attention, causal=True), mesh=mesh, **specs)
+    # Each device has its own heads of Q, and all of K and V: those heads read them from the first on.
+    each = q.shape[2] // mesh.size
+    oracles = [Oracle(q[:, :, i * each : (i + 1) * each], k, v, causal=True) for i in range(mesh.size)]
+    gradients = jax.grad(lambda *x: parts(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+    expected = [x.gradients(np.ones(x.out.shape), np.zeros(x.lse.shape)) for x in oracles]
+    assert_close(gradients[0], np.concatenate([x[0] for x in expected], 2), q.dtype, steps=4)
+    for actual, summands in zip(gradients[1:], list(zip(*expected, strict=True))[1:], strict=True):
+        assert_close(actual, sum(summands), q.dtype, steps=4)
+
+
+def test_a_window_that_jax_traces_is_named() -> None:
+    q, k, v = draw()
+    with pytest.raises(TypeError, match=r"window_size is \(.*, 0\), allowed: a pair \(left, right\) of ints"):
+        jax.jit(lambda left: flash_attention(q, k, v, window_size=(left, 0)))(3)
+
+
+def test_ranks_that_are_not_promoted() -> None:
+    q, k, v = draw()
+    options = {"window_size": (7, 2), "attention_chunk": 9, "softcap": 2.0, "return_lse": True}
+    with jax.numpy_rank_promotion("raise"):
+        (out, lse), vjp = jax.vjp(functools.partial(flash_attention, **options), q, k, v)
+        vjp((out, lse))
+    oracle = Oracle(q, k, v, **{name: x for name, x in options.items() if name != "return_lse"})
+    assert_close(out, oracle.out, q.dtype)
+
+
 def test_the_page_runs_as_it_stands() -> None:
     page = Path(__file__).resolve().parents[3] / "docs" / "integrations" / "jax.md"
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.S | re.M)
@@ -462,8 +493,13 @@ def test_kernels_inside_shard_map(fake_kernels: FakeKernels, monkeypatch: pytest
     # K and V are whole on each device: buffers of one kind meet those of the other.
     parts = jax.shard_map(call, mesh=mesh, in_specs=(P(None, "x"), P(), P()), out_specs=P(None, "x"))
     q = q[:, :4]
-    expected = [Oracle(x, k, v, causal=True).out for x in (q[:, :2], q[:, 2:])]
-    assert_close(jax.jit(parts)(q, k, v), np.concatenate(expected, 1), q.dtype)
+    oracles = [Oracle(x, k, v, causal=True) for x in (q[:, :2], q[:, 2:])]
+    assert_close(jax.jit(parts)(q, k, v), np.concatenate([x.out for x in oracles], 1), q.dtype)
+    gradients = jax.grad(lambda *x: parts(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+    ones = [x.gradients(np.ones(x.out.shape), np.zeros(x.lse.shape)) for x in oracles]
+    assert_close(gradients[0], np.concatenate([x[0] for x in ones], 1), q.dtype, steps=4)
+    for actual, first, second in zip(gradients[1:], *(x[1:] for x in ones), strict=True):
+        assert_close(actual, first + second, q.dtype, steps=4)
 
 
 def test_sizes_that_no_kernel_counts(fake_kernels: FakeKernels) -> None:

@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 from cute_kernels.problem import MAX_HEAD_DIM
 from hopper_attention import checks, features
 from hopper_attention.checks import FULL_WINDOW, HALF_DTYPES, TensorSpec
-from hopper_attention.integrations.jax import kernels
+from hopper_attention.integrations.jax import ffi, kernels
 from hopper_attention.integrations.jax.call import Call, Gradients, Result
 from hopper_attention.integrations.jax.kernels import TORCH_DTYPES
 from hopper_attention.plain_calls import PLAIN_VALUES
@@ -138,7 +138,9 @@ def _compiled(call: Call) -> Attention:
 
 
 def _give(call: Call, q: Array, k: Array, v: Array) -> Array | tuple[Array, Array]:
-    """What the caller asked for."""
+    """What the caller asked for. An array that each device of a ``shard_map`` has whole varies here as others do, so
+    that JAX adds its gradients up over the devices."""
+    q, k, v = ffi.varying_alike([q, k, v])
     out, lse = _attend(call, q, k, v)
     return (out, lse) if call.returns_lse else out
 

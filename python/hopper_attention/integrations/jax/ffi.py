@@ -68,9 +68,9 @@ def call(launches: tuple[Launch, ...], *wanted: Written) -> tuple[Array, ...]:
     written: list[Any] = _distinct([x for x in arguments if isinstance(x, Written)])
     before = [x.before[0] for x in written if x.before]
     arrays = _distinct([x for x in arguments if isinstance(x, Array)])
-    inputs = _varying_alike(before + arrays)
+    inputs = varying_alike(before + arrays)
     # An array in the place of each tensor that is written has its type, over a mesh too. XLA sees that nobody needs it.
-    shapes = _varying_alike([*inputs, *(jax.lax.empty(x.shape, x.dtype) for x in written)])[len(inputs) :]
+    shapes = varying_alike([*inputs, *(jax.lax.empty(x.shape, x.dtype) for x in written)])[len(inputs) :]
     # What a tensor is before is never read as an input: it is written to.
     numbers = {id(x): len(before) + number for number, x in enumerate(arrays + written)}
 
@@ -118,7 +118,7 @@ _registered: set[str] = set()
 """Names that XLA knows."""
 
 
-def _varying_alike(arrays: list[Array]) -> list[Array]:
+def varying_alike(arrays: list[Array]) -> list[Array]:
     """Arrays that vary over the same axes of a mesh, which ``shard_map`` wants of a call."""
     axes = [_varying_axes(x) for x in arrays]
     everywhere = frozenset().union(*axes)

@@ -107,13 +107,13 @@ def _scores(call: Call, rows: Array, keys: Keys, first: Array, seqlen_q: int) ->
 
 
 def _visible(call: Call, first: Array, rows: int, seqlen_q: int, seqlen_k: int) -> Array | None:
-    """Boolean (rows, seqlen_k): whether a query sees the key. None where every one does."""
+    """Boolean (1, 1, 1, rows, seqlen_k): whether a query sees the key. None where every one does."""
     mask = call.mask
     if not mask.causal and not mask.has_window:
         return None
     # The place of a query among the keys: the last query stands at the last key.
     place = (first + jnp.arange(rows) + (seqlen_k - seqlen_q))[:, None]
-    key = jnp.arange(seqlen_k)
+    key = jnp.arange(seqlen_k)[None]
     visible = jnp.ones((rows, seqlen_k), bool)
     right = 0 if mask.causal else mask.window_right
     if right != UNLIMITED:
@@ -122,7 +122,7 @@ def _visible(call: Call, first: Array, rows: int, seqlen_q: int, seqlen_k: int) 
         visible &= key >= place - mask.window_left
     if mask.attention_chunk:
         visible &= key // mask.attention_chunk == place // mask.attention_chunk
-    return visible
+    return visible[None, None, None]
 
 
 def _chunks(x: Array, k: Array) -> tuple[Array, Array]:
