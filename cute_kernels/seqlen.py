@@ -82,6 +82,10 @@ class DenseSeqlens(LoopInvariant):
     def of(self, batch: Any) -> SeqlenInfo:
         return SeqlenInfo(self.seqlen_q, self.seqlen_k, batch)
 
+    def of_tile(self, m_block: Any, batch: Any) -> SeqlenInfo:
+        """As query tile ``m_block`` counts them."""
+        return self.of(batch)
+
 
 @dataclass(frozen=True)
 class LedSeqlens(DenseSeqlens):
@@ -91,6 +95,26 @@ class LedSeqlens(DenseSeqlens):
 
     def of(self, batch: Any) -> SeqlenInfo:
         return SeqlenInfo(self.seqlen_q + self.lead_q, self.seqlen_k, batch, lead_q=self.lead_q)
+
+
+@dataclass(frozen=True)
+class CutSeqlens(LedSeqlens):
+    """The same for tiles of ``tile_m`` queries, of which the first one is a short sequence of its own: the queries that
+    are left for it, and the keys that they see. None lead these."""
+
+    tile_m: int
+
+    def of_tile(self, m_block: Any, batch: Any) -> SeqlenInfo:
+        is_later = minimum(m_block, 1)
+        behind = (self.seqlen_q - self.first_rows) * (1 - is_later)
+        lead_q = self.lead_q * is_later
+        lengths = self.seqlen_q - behind + lead_q, self.seqlen_k - behind
+        return SeqlenInfo(*lengths, batch, lead_q=lead_q)
+
+    @property
+    def first_rows(self) -> Any:
+        """Of the first query tile where some would lead it; else all."""
+        return self.seqlen_q + minimum(self.lead_q, 1) * (self.tile_m - self.lead_q - self.seqlen_q)
 
 
 def lead_of_queries(seqlens: tuple[Any, Any], tile_m: int) -> Any:

@@ -364,10 +364,17 @@ class ForwardConfig:
     @property
     def counts_from_end(self) -> bool:
         """Whether query tiles are counted from the end of the sequence, so that of a length that has no whole tiles the
-        first tile is the short one, which sees few keys, and not the last, which sees all. Where O goes from registers:
-        TMA stores nothing that begins in front of a tensor."""
-        is_known = self.head_dim == MAX_HEAD_DIM and self.ends_with_short_tiles
-        return is_known and self.o_from_registers and self.walks_apart
+        first tile is the short one, which sees few keys, and not the last, which sees all. At head_dim 128 with blocks
+        of 160 keys: with 128 the diagonal of each tile would cut one block more."""
+        widths = {128: 160, MAX_HEAD_DIM: 80}
+        is_known = widths.get(self.head_dim) == self.tile_n and self.ends_with_short_tiles
+        return is_known and self.pipelined and self.walks_apart and not self.used_head_dim
+
+    @property
+    def stores_first_apart(self) -> bool:
+        """Whether O of the first of these tiles leaves by a TMA map of its own, which ends where the tile does. TMA
+        stores nothing that begins in front of a tensor."""
+        return self.counts_from_end and not self.o_from_registers
 
     @property
     def finalizes_early(self) -> bool:

@@ -9,7 +9,7 @@ from cutlass import Int32
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
-from cute_kernels.seqlen import DenseSeqlens, LedSeqlens, lead_of_queries
+from cute_kernels.seqlen import CutSeqlens, DenseSeqlens, LedSeqlens, lead_of_queries
 from cute_kernels.tile_scheduler import (
     ShortTiles,
     TileDivisors,
@@ -110,7 +110,14 @@ class DenseBatch(LoopInvariant):
         )
 
     def seqlens(self, lengths: tuple) -> DenseSeqlens:
+        if self.config.stores_first_apart:
+            return CutSeqlens(*lengths, self.config.tile_m)
         return LedSeqlens(*lengths) if self.config.counts_from_end else DenseSeqlens(*lengths)
+
+    def view_first(self, mO: cute.Tensor, lengths: tuple) -> cute.Tensor:
+        """Of the view of O the rows of the first query tile, which may be fewer than a tile."""
+        shape = self.seqlens(lengths).first_rows, *mO.shape[1:]
+        return cute.make_tensor(mO.iterator, cute.make_layout(shape, stride=mO.stride))
 
     @property
     def _bytes_per_key(self) -> int:

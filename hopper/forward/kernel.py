@@ -51,6 +51,7 @@ from hopper.forward.precision import SixteenBits
 from hopper.forward.producer import Producer
 from hopper.forward.queries import KeptQueries, SharedQueries
 from hopper.forward.shared_memory import smem_layouts, smem_tensors, storage_type, words_of_mailbox
+from hopper.forward.store import CutTmaStore
 from hopper.forward.unscaled import NoCorrection
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand
 from hopper.wgmma import keep_descriptor
@@ -215,6 +216,11 @@ class ForwardKernel:
         atom_V, tma_V = self.parts.kv_source.make_v_atom(mVt, self.dtype)
         atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
 
+        lengths = batch.lengths(mQ, mK, options.plan)
+        first = ()
+        if const_expr(c.stores_first_apart):
+            mO_first = batch.view_first(mO, lengths)
+            first = cpasync.make_tiled_tma_atom(store, mO_first, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
         heads_per_section = batch.heads_per_section(mQ, mK)
         # A softcap leaves tanh(softmax_scale * S / cap) in place of S, so the cap takes the place of softmax_scale.
         scale = options.softcap[0] if const_expr(c.softcap) else softmax_scale
@@ -225,7 +231,7 @@ class ForwardKernel:
             tile_counter,
             options.extras,
             scale * Float32(math.log2(math.e)),
-            batch.lengths(mQ, mK, options.plan),
+            lengths,
             mQ.shape[2] // mK.shape[2],
             heads_per_section,
             batch.divisors(mQ, mK, heads_per_section),
@@ -238,6 +244,7 @@ class ForwardKernel:
             self.parts.kv_source.pages(arguments, options.pages),
             (mO,) if const_expr(c.o_from_registers) else (),
             (mQ, mK, mVt) if const_expr(c.asks_early) else (),
+            tuple(first),
         ).launch(
             grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -269,14 +276,16 @@ class ForwardKernel:
         pages: tuple,
         outputs: tuple,
         inputs: tuple,
+        first: tuple,
     ):
         """One CTA: make barriers and pipelines, then part into producer and consumers, who meet in them alone.
 
         ``scale_log2`` is the factor of scores in exponents of 2: softmax_scale, or the cap of a softcap, times log2(e).
         ``caps`` is empty, or has the factor of a score under the tanh, softmax_scale / cap. ``lengths`` and
         ``divisors`` are what ``batch`` makes of sequence lengths and of numbers to divide by; ``sides`` are those of a
-        window; ``outputs`` is that of ``DenseTmaStore``, ``inputs`` that of ``ask_for_first_tile``. The other tuples
-        are fields of ``LaunchOptions``, and empty likewise.
+        window; ``outputs`` is that of ``DenseTmaStore``, ``inputs`` that of ``ask_for_first_tile``; ``first`` is empty,
+        or has the TMA atom and the tensor of O for the first query tile. The other tuples are fields of
+        ``LaunchOptions``, and empty likewise.
         """
         c, parts = self.config, self.parts
         # Shared memory, and the barriers in it.
@@ -317,7 +326,7 @@ class ForwardKernel:
             producer = self._make_producer(roles)
             of_consumer = self._consumer_parts(roles)
             of_consumer = of_consumer._replace(loads=ConsumerLoads(c, producer, warp_idx))
-            self._consume(work, of_consumer, (mLSE, outputs), warp_idx)
+            self._consume(work, of_consumer, (mLSE, outputs, first), warp_idx)
         else:
             if warp_idx < WARPS_PER_WARPGROUP:
                 cute.arch.setmaxregister_decrease(c.registers.producer)
@@ -331,7 +340,7 @@ class ForwardKernel:
                 if const_expr(c.o_shares_rows):
                     loads = ReturnOfO(pipes.o, warp_idx % WARPS_PER_WARPGROUP, lane)
                     of_consumer = of_consumer._replace(loads=loads)
-                self._consume(work, of_consumer, (mLSE, outputs), warp_idx - WARPS_PER_WARPGROUP)
+                self._consume(work, of_consumer, (mLSE, outputs, first), warp_idx - WARPS_PER_WARPGROUP)
 
     def _operands(self, atoms: PerOperand, tensors: PerOperand, smem: PerOperand) -> PerOperand:
         """What TMA copies: of each operand the atom, the coordinate tensor and shared memory."""
@@ -378,7 +387,7 @@ class ForwardKernel:
     def _consume(self, work: Work, parts: ConsumerParts, results: tuple, warp: Int32):
         """The consumer warps, numbered from 0: attend to each tile and store it.
 
-        ``results`` are LSE and the ``outputs`` of ``DenseTmaStore``.
+        ``results`` are LSE, the ``outputs`` of ``DenseTmaStore``, and ``first`` of ``kernel``.
         """
         c, precision = self.config, self.parts.precision
         lane = cute.arch.lane_idx()
@@ -454,9 +463,14 @@ class ForwardKernel:
         self, work: Work, parts: ConsumerParts, results: tuple, thread: tuple[Int32, Int32]
     ) -> Epilogue:
         """``results`` are those of ``_consume``, ``thread`` the warp in its warpgroup and the lane."""
-        c, (mLSE, outputs), (warp_in_group, lane) = self.config, results, thread
+        c, (mLSE, outputs, first), (warp_in_group, lane) = self.config, results, thread
         has_quads = c.element_bytes == 1
-        store = self.parts.batch.store_type(parts.operands.o, mLSE, c.head_dim_v, outputs, has_quads)
+        of_store = parts.operands.o, mLSE, c.head_dim_v, outputs, has_quads
+        if first:
+            of_first = (TmaOperand(*first, parts.operands.o.smem),)
+            store = CutTmaStore(*of_store, of_first, c.consumers)
+        else:
+            store = self.parts.batch.store_type(*of_store)
         recomputes = self.parts.precision.recomputes_addresses
         factors = tuple(each.factor for each in work.rules.dropout)
         return Epilogue(store, parts.correction, lane, warp_in_group, recomputes, factors)

@@ -69,6 +69,7 @@ class WideForwardConfig:
     compares_bits = False
     holds_values = True
     counts_from_end = False
+    stores_first_apart = False
     consumers = CONSUMERS
     ctas_per_sm = 1
     element_bytes = 2
