@@ -82,6 +82,10 @@ class DenseSeqlens(LoopInvariant):
     def of(self, batch: Any) -> SeqlenInfo:
         return SeqlenInfo(self.seqlen_q, self.seqlen_k, batch)
 
+    def of_tile(self, m_block: Any, batch: Any) -> SeqlenInfo:
+        """As query tile ``m_block`` counts them."""
+        return self.of(batch)
+
 
 @dataclass(frozen=True)
 class LedSeqlens(DenseSeqlens):
@@ -93,9 +97,36 @@ class LedSeqlens(DenseSeqlens):
         return SeqlenInfo(self.seqlen_q + self.lead_q, self.seqlen_k, batch, lead_q=self.lead_q)
 
 
+@dataclass(frozen=True)
+class CutSeqlens(LedSeqlens):
+    """The same for tiles of ``tile_m`` queries, of which the first one is a short sequence of its own: the queries that
+    are left for it, and the keys that they see. None lead these."""
+
+    tile_m: int
+
+    def of_tile(self, m_block: Any, batch: Any) -> SeqlenInfo:
+        is_later = minimum(m_block, 1)
+        behind = (self.seqlen_q - self.first_rows) * (1 - is_later)
+        lead_q = self.lead_q * is_later
+        lengths = self.seqlen_q - behind + lead_q, self.seqlen_k - behind
+        return SeqlenInfo(*lengths, batch, lead_q=lead_q)
+
+    @property
+    def first_rows(self) -> Any:
+        """Of the first query tile where some would lead it; else all."""
+        return self.seqlen_q + minimum(self.lead_q, 1) * (self.tile_m - self.lead_q - self.seqlen_q)
+
+
 def lead_of_queries(seqlens: tuple[Any, Any], tile_m: int) -> Any:
     """Queries that are counted in front of the first one, so that the last tile of ``tile_m`` is whole; none where some
     see no key. ``seqlens`` are those of Q and K."""
     seqlen_q, seqlen_k = seqlens
     see_keys = minimum(maximum(seqlen_k - seqlen_q + 1, 0), 1)
     return (ceil_div(seqlen_q, tile_m) * tile_m - seqlen_q) * see_keys
+
+
+def lead_of_few_keys(seqlens: tuple[Any, Any], tile_m: int, rows: int, width: int) -> Any:
+    """``lead_of_queries`` where keys are at most ``width`` more than a multiple of ``rows``, those of a warpgroup; else
+    none."""
+    few = (seqlens[1] + rows - 1) % rows
+    return lead_of_queries(seqlens, tile_m) * minimum(maximum(width - few, 0), 1)

@@ -34,6 +34,10 @@ class PackedSeqlens(LoopInvariant):
         offset_q, seqlen_q, offset_k, seqlen_k = (record[i] for i in range(RECORD))
         return SeqlenInfo(seqlen_q, seqlen_k, batch, offset_q, offset_k, is_packed=True)
 
+    def of_tile(self, m_block: Int32, batch: Int32) -> SeqlenInfo:
+        """As query tile ``m_block`` counts them."""
+        return self.of(batch)
+
 
 @dataclass(frozen=True)
 class PackedTileOrder(LoopInvariant):

@@ -33,8 +33,8 @@ def ask_for_first_tile(
     if tile < order.num_tiles:
         m_block, head, number = order.coordinates(tile)
         head_kv = head // group
-        seqlens = batch.seqlens(lengths).of(number)
-        blocks = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, ())).of(m_block, seqlens)
+        seqlens = batch.seqlens(lengths).of_tile(m_block, number)
+        blocks = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, ()), c.few_keys).of(m_block, seqlens)
         first, step = (0, 1) if const_expr(c.causal) else (m_block, order.num_m_blocks)
         n_begin = blocks.last * c.tile_n
         queries, keys = mQ[None, None, head, number], mK[None, None, head_kv, number]
@@ -42,7 +42,7 @@ def ask_for_first_tile(
         rows_first = [v_row_mode, 1 - v_row_mode]
         values = cute.make_tensor(values.iterator, cute.select(values.layout, mode=rows_first))
         threads = _asking_threads(c)
-        _ask(threads, queries, m_block * c.tile_m, c.tile_m, c.head_dim)
+        _ask(threads, queries, m_block * c.tile_m - seqlens.lead_q, c.tile_m, c.head_dim)
         _ask(threads, keys, n_begin, c.tile_n, c.head_dim, first, step)
         _ask(threads, values, n_begin, c.tile_n, c.head_dim_v, first, step)
 

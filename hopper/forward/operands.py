@@ -83,10 +83,10 @@ class Work(LoopInvariant):
     def place(self, tile: Int32) -> TilePlace:
         """Where the tile of a number below ``order.num_tiles`` lies."""
         m_block, head, batch = self.order.coordinates(tile)
-        return TilePlace(m_block, head, self.head_kv(head), self.seqlens.of(batch))
+        return TilePlace(m_block, head, self.head_kv(head), self.seqlens.of_tile(m_block, batch))
 
     def key_blocks(self, m_block: Int32, head: Int32, batch: Int32) -> KeyBlocks:
-        return self._key_blocks(m_block, head, self.seqlens.of(batch))
+        return self._key_blocks(m_block, head, self.seqlens.of_tile(m_block, batch))
 
     def key_blocks_of(self, place: TilePlace) -> KeyBlocks:
         return self._key_blocks(place.m_block, place.head, place.seqlens)

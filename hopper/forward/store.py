@@ -69,6 +69,36 @@ class DenseTmaStore(LoopInvariant):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
+@dataclass(frozen=True)
+class CutTmaStore(DenseTmaStore):
+    """The same where the first query tile counts as a sequence of its own (``CutSeqlens``): ``first`` has O for it, the
+    first ``tile_blocks`` blocks of 64 rows, which may end before they do."""
+
+    first: tuple[TmaOperand, ...] = ()
+    tile_blocks: int = 0
+
+    @cute.jit
+    def lse(self, values: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
+        store_rows(values, self._lse_of(head, seqlens), row - seqlens.lead_q, lane)
+
+    def _lse_of(self, head: Int32, seqlens: SeqlenInfo) -> cute.Tensor:
+        mLSE = super()._lse_of(head, seqlens)
+        rows = cutlass.min(seqlens.seqlen_q - seqlens.lead_q, mLSE.shape[0])
+        return cute.make_tensor(mLSE.iterator, cute.make_layout((rows,), stride=mLSE.stride))
+
+    @cute.jit
+    def start(self, wg: Int32, row_block: Int32, head: Int32, seqlens: SeqlenInfo):
+        if row_block < self.tile_blocks:
+            self._copy(self.first[0], wg, row_block, head, seqlens)
+        else:
+            self._copy(self.o, wg, row_block, head, seqlens)
+        cute.arch.cp_async_bulk_commit_group()
+
+    def _copy(self, o: TmaOperand, wg: Int32, row_block: Int32, head: Int32, seqlens: SeqlenInfo):
+        tOsO, tOgO = o.partition((WARPGROUP_ROWS, self.head_dim_v), (row_block, 0), head, seqlens.rows_q)
+        cute.copy(o.atom, tOsO[None, wg], tOgO)
+
+
 class PackedTmaStore(DenseTmaStore):
     """For packed sequences: O is a ``ragged_view``, which TMA clips at the end of each; LSE (total_q or 0, heads)."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cute_kernels.key_blocks import BlockRange, PartOfBlocks
-from cute_kernels.seqlen import LedSeqlens, lead_of_queries
+from cute_kernels.seqlen import CutSeqlens, LedSeqlens, lead_of_queries
 from cute_kernels.window import CAUSAL
 
 TILE = 128
@@ -49,3 +49,26 @@ def test_odd_lengths_leave_one_short_tile():
         return sum(BlockRange(TILE, 80, CAUSAL).of(m_block, info).count for m_block in range(33))
 
     assert blocks(lead_of_queries((4099, 4099), TILE)) < 0.98 * blocks(0)
+
+
+@pytest.mark.parametrize("seqlens", SIZES)
+def test_the_first_tile_is_a_sequence_of_its_own(seqlens):
+    """Each query is in one tile, none lead those of the first, and each warpgroup visits the keys that its rows see."""
+    (seqlen_q, seqlen_k), own_tile, rows_of_tiles = seqlens, TILE // 2, []
+    cut = CutSeqlens(*seqlens, lead_of_queries(seqlens, TILE), TILE)
+    assert cut.first_rows == (seqlen_q if not cut.lead_q else TILE - cut.lead_q)
+    for m_block in range(-(-seqlen_q // TILE)):
+        info = cut.of_tile(m_block, 3)
+        tile = BlockRange(TILE, 160, CAUSAL).of(m_block, info)
+        assert info.batch == 3 and (m_block or not info.lead_q)
+        for part in range(2):
+            blocks = PartOfBlocks.of(tile, part, 2)
+            first = (2 * m_block + part) * own_tile - info.lead_q
+            rows = range(first, min(first + own_tile, info.seqlen_q - info.lead_q))
+            assert first >= 0
+            rows_of_tiles += rows
+            for row in rows:
+                level = row + seqlen_k - seqlen_q
+                assert row + info.lead_q + info.seqlen_k - info.seqlen_q == level
+                assert level < blocks.end * 160 and blocks.unmasked * 160 <= max(level + 1, 0)
+    assert rows_of_tiles == list(range(seqlen_q))

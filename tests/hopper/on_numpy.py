@@ -16,7 +16,6 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
-from cute_kernels.seqlen import lead_of_queries
 from hopper.backward.batch import DenseBatch
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
@@ -30,6 +29,7 @@ from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.quantization import QuantizedQKV, TransposedV
 from hopper_attention.quantized import transpose_for_kernel
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
+from tests.hopper.led import first_rows_of, lengths_of
 from tests.ptx import ptx_of
 
 SWIZZLED_ROWS = {128: 3, 64: 2, 32: 1}
@@ -251,6 +251,11 @@ def forward_on_numpy(
         arguments.rows_of(out)
     if c.asks_early:
         arguments.asked(q, k, v)
+    if rows := first_rows_of(c, q, k):
+        arguments.values += [row_map(out[:, :rows], WARPGROUP_ROWS, c.head_dim_v), b"\0" * 16]
+    if c.few_keys:
+        for rows, columns in ((k, c.head_dim), (v, c.head_dim_v)):
+            arguments.values += [row_map(rows, c.few_keys, columns), b"\0" * 16]
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 
@@ -366,8 +371,7 @@ def _finish_forward(
     several tiles of a head that may come behind all sections, one does."""
     (batch, seqlen_q, heads, _), group = q.shape, q.shape[2] // k.shape[2]
     per_section = max(heads * batch - 1, 1)
-    led = [lead_of_queries((seqlen_q, k.shape[1]), config.tile_m)] if config.counts_from_end else []
-    arguments.add(softmax_scale * LOG2_E, seqlen_q, k.shape[1], *led, group, per_section)
+    arguments.add(softmax_scale * LOG2_E, *lengths_of(config, q, k), group, per_section)
     if config.has_divisors:
         m_blocks = -(-seqlen_q // config.tile_m)
         short = min(m_blocks - 1, 1) if config.ends_with_short_tiles else 0
