@@ -240,16 +240,18 @@ class DecodeKernel:
         if const_expr(not c.guesses):
             # Lengths are under way while barriers are made.
             cute.arch.sync_threads()
+        # Once, in front of the roles: that each finds it itself is as much machine code again.
+        begin = work.first_tile(lane) if const_expr(c.is_compact) else ()
         if warp >= first_producer:
             if const_expr(c.registers):
                 cute.arch.setmaxregister_decrease(c.registers["producer"])
             if warp == first_producer:
-                Producer(c, work, raw[0], table, page_size, lane).run(guesses)
+                Producer(c, work, raw[0], table, page_size, lane).run(begin, guesses)
                 if const_expr(c.cluster == 1):
                     # Beside who still asks for keys, what puts parts together would be in the way.
                     cute.arch.griddepcontrol_launch_dependents()
             elif warp == first_producer + 1:
-                Producer(c, work, raw[1], table, page_size, lane).run(guesses)
+                Producer(c, work, raw[1], table, page_size, lane).run(begin, guesses)
             if const_expr(c.cluster > 1):
                 # As consumers do.
                 cute.arch.cluster_wait()
@@ -259,9 +261,9 @@ class DecodeKernel:
                 cute.arch.setmaxregister_decrease(c.registers["widener"])
                 thread = warp % WARPS_PER_WARPGROUP * cute.arch.WARP_SIZE + lane
                 if warp < 2 * WARPS_PER_WARPGROUP:
-                    Widener(c, work, raw[0], wide[0], thread, lane).run()
+                    Widener(c, work, raw[0], wide[0], thread, lane).run(begin)
                 else:
-                    Widener(c, work, raw[1], wide[1], thread, lane).run()
+                    Widener(c, work, raw[1], wide[1], thread, lane).run(begin)
         else:
             if const_expr(c.registers):
                 cute.arch.setmaxregister_increase(c.registers["consumer"])
@@ -277,7 +279,8 @@ class DecodeKernel:
             shared = ()
             if const_expr(c.cluster > 1):
                 shared = (ClusterParts.of(c, storage.cluster_parts, work.cta),)
-            self._consume(work, consumer, (results, shared), mQ, lane, scale_log2, score_factors, raw)
+            given = mQ, scale_log2, score_factors, raw
+            self._consume(work, work.begin(begin, lane), consumer, (results, shared), *given)
 
     @cute.kernel
     def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
@@ -316,7 +319,7 @@ class DecodeKernel:
         page_size, unsettled = raw[0].cache.shape[0], tuple(map(Unsettled, table))
         work = self._work(lists.unsettled(), mQ, lane)
         producers = tuple(Producer(self.config, work, keys, unsettled, page_size, lane) for keys in raw)
-        guess = producers[0].guess()
+        guess = producers[0].guess(work.first_tile(lane))
         if minimum(minimum(guess.head, guess.page), guess.row) < 0:
             # Never so, which the compiler does not know: it would work all of this out behind the wait.
             cute.arch.inline_ptx("nanosleep.u32 100;")
@@ -340,20 +343,20 @@ class DecodeKernel:
     def _consume(
         self,
         work: Work,
+        begin: tuple,
         consumer: Consumer | SwappedConsumer,
         targets: tuple,
         mQ: cute.Tensor,
-        lane: Int32,
         scale_log2: Float32,
         score_factors: tuple,
         raw: tuple,
     ):
-        """Every tile of which this CTA has a part. ``targets`` are the results, and what the cluster puts together,
-        ``raw`` K and V as they come."""
+        """Every tile of which this CTA has a part, from ``begin`` on. ``targets`` are the results, and what the cluster
+        puts together, ``raw`` K and V as they come."""
         c = self.config
         results, shared = targets
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
-        sequence, tile, start, piece_end = work.first_tile(lane)
+        sequence, tile, start, piece_end = begin
         while start < piece_end:
             seqlens = work.batch.seqlens(sequence)
             blocks = work.batch.blocks(seqlens)

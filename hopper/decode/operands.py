@@ -125,6 +125,10 @@ class Work(LoopInvariant):
             return *self.own, Int32(0), self.pieces.begin(self.cta + 1)
         return *self.tile_of(self.pieces.begin(self.cta), lane), self.pieces.begin(self.cta + 1)
 
+    def begin(self, found: tuple, lane: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """``first_tile``, which ``found`` has unless it is empty."""
+        return found or self.first_tile(lane)
+
     def tile_of(self, unit: Int32, lane: Int32) -> tuple[Int32, Int32, Int32]:
         """The sequence and number of the tile that has a block, and the first block of that tile."""
         return self.batch.locate(unit, self.scanned[0], lane)

@@ -41,6 +41,10 @@ class Guess(NamedTuple):
     row: Int32
 
 
+Begin = tuple[Int32, Int32, Int32, Int32]
+"""What ``Work.first_tile`` finds."""
+
+
 @dataclass(frozen=True)
 class Producer(LoopInvariant):
     """Loads K, or V, of every block that this CTA visits, the last of a tile first.
@@ -64,10 +68,11 @@ class Producer(LoopInvariant):
         return WARP_THREADS // self.config.boxes
 
     @cute.jit
-    def guess(self) -> Guess:
-        """Where this CTA begins, by ``work`` and ``table`` as they are ``Unsettled``. Whatever they say, it lies in the
-        cache; of a CTA without blocks it is the row behind the last, where TMA finds zeros."""
-        return self._begin()[0]
+    def guess(self, begin: Begin) -> Guess:
+        """The block with which this CTA begins, by ``work``, by where that ``begin``s and by ``table``, all as they are
+        ``Unsettled``. Whatever they say, it lies in the cache; of a CTA without blocks it is the row behind the last,
+        where TMA finds zeros."""
+        return self._first(begin)[0]
 
     @cute.jit
     def ask(self, guess: Guess):
@@ -78,25 +83,25 @@ class Producer(LoopInvariant):
             self._fetch(guess, ahead.producer_get_barrier(state), state.index)
 
     @cute.jit
-    def settle(self, guess: Guess) -> Boolean:
+    def settle(self, guess: Guess, begin: Begin) -> Boolean:
         """Whether the block that was asked for is the one with which the CTA begins. If not, it has come when this
         ends, so that its stage is free."""
-        begin, has_blocks = self._begin()
-        is_same = begin.head == guess.head and begin.page == guess.page and begin.row == guess.row
+        found, has_blocks = self._first(begin)
+        is_same = found.head == guess.head and found.page == guess.page and found.row == guess.row
         is_right = cute.arch.vote_all_sync(is_same) and has_blocks
         if not is_right:
             self.keys.wait_ahead()
         return is_right
 
     @cute.jit
-    def run(self, guesses: tuple[Guess, ...] = ()):
-        """All of this CTA's piece of the row of blocks, the last of a tile first; ``guesses`` is empty, or has what was
-        asked for."""
+    def run(self, begin: Begin | tuple[()] = (), guesses: tuple[Guess, ...] = ()):
+        """All of this CTA's piece of the row of blocks, the last of a tile first, from ``begin`` on, if that was found
+        before; ``guesses`` is empty, or has what was asked for."""
         work = self.work
         stages = self.config.raw_stages or self.config.stages
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
-        is_there = tuple(self.settle(guess) for guess in guesses)
-        sequence, tile, start, end = work.first_tile(self.lane)
+        is_there = tuple(self.settle(guess, begin) for guess in guesses)
+        sequence, tile, start, end = work.begin(begin, self.lane)
         while start < end:
             visit = self._visit(sequence, tile, start)
             block, first_row, keys = visit.last, visit.first_row, visit.seqlens.seqlen_k
@@ -129,9 +134,9 @@ class Producer(LoopInvariant):
         return Visit(sequence, seqlens, head, first, last, blocks.units, first_row, blocks.first_seen)
 
     @cute.jit
-    def _begin(self) -> tuple[Guess, Boolean]:
+    def _first(self, begin: Begin) -> tuple[Guess, Boolean]:
         """The block with which this CTA begins, and whether it has any."""
-        sequence, tile, start, end = self.work.first_tile(self.lane)
+        sequence, tile, start, end = begin
         sequence = minimum(sequence, self.work.batch.batch - 1)
         visit = self._visit(sequence, tile, start)
         has_blocks = visit.first <= visit.last and start < end
@@ -197,20 +202,29 @@ class Producer(LoopInvariant):
 
     @cute.jit
     def _fetch(self, place: Guess, barrier: cute.Pointer, index: Int32):
-        """A block to a stage, told to a barrier."""
+        """A block to a stage, told to a barrier. A copy for each box in place of a loop is code that a call awaits."""
+        if const_expr(self.config.is_compact):
+            for i in cutlass.range(self.config.boxes, unroll=1):
+                self._fetch_box(place, barrier, index, i)
+        else:
+            for i in cutlass.range_constexpr(self.config.boxes):
+                self._fetch_box(place, barrier, index, i)
+
+    @cute.jit
+    def _fetch_box(self, place: Guess, barrier: cute.Pointer, index: Int32, i: Any):
+        """Box ``i`` of a block."""
         keys = self.keys
         stage = keys.smem[None, None, index]
         box = (self.config.box_rows, keys.box_columns)
         policy = {"cache_policy": Int64(EVICT_FIRST)} if const_expr(self.config.reads_once) else {}
-        for i in cutlass.range_constexpr(self.config.boxes):
-            of_page = keys.cache[None, None, place.head, cute.arch.shuffle_sync(place.page, offset=i)]
-            source = cute.domain_offset((cute.arch.shuffle_sync(place.row, offset=i), 0), of_page)
-            for part in cutlass.range_constexpr(cute.size(keys.smem, mode=[1]) // keys.box_columns):
-                target, found = cpasync.tma_partition(
-                    keys.atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(cute.local_tile(stage, box, (i, part)), 0, 2),
-                    cute.group_modes(cute.local_tile(source, box, (0, part)), 0, 2),
-                )
-                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, **policy)
+        of_page = keys.cache[None, None, place.head, cute.arch.shuffle_sync(place.page, offset=i)]
+        source = cute.domain_offset((cute.arch.shuffle_sync(place.row, offset=i), 0), of_page)
+        for part in cutlass.range_constexpr(cute.size(keys.smem, mode=[1]) // keys.box_columns):
+            target, found = cpasync.tma_partition(
+                keys.atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(cute.local_tile(stage, box, (i, part)), 0, 2),
+                cute.group_modes(cute.local_tile(source, box, (0, part)), 0, 2),
+            )
+            cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, **policy)

@@ -38,11 +38,11 @@ class Widener(LoopInvariant):
     lane: Int32
 
     @cute.jit
-    def run(self):
+    def run(self, begin: tuple = ()):
         work, c = self.work, self.config
         raw_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.raw_stages)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, c.stages)
-        sequence, tile, start, end = work.first_tile(self.lane)
+        sequence, tile, start, end = work.begin(begin, self.lane)
         while start < end:
             seqlens = work.batch.seqlens(sequence)
             blocks = work.batch.blocks(seqlens).count

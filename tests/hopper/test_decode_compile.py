@@ -305,3 +305,12 @@ def test_neighbouring_heads_are_launched_side_by_side(monkeypatch: pytest.Monkey
 def test_ctas_that_share_a_tile_are_one_launch_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     (decode,) = launches_of(replace(SIDE_BY_SIDE, limits_splits=False, cluster=8), monkeypatch)
     assert decode.has_cluster and tuple(decode.cluster) == (8, 1, 1) and tuple(decode.grid[1:]) == (1, 1)
+
+
+@pytest.mark.parametrize("page_size", (8, 16, 64, 128))
+def test_boxes_are_a_loop(page_size: int) -> None:
+    """Of as much code in pages of any size: two instructions of TMA a block of K or V, of whose 128 columns a box has
+    64, where a block is guessed and where one is loaded."""
+    config = replace(config_of("bfloat16", (128, 128), page_size, 8), causal=False)
+    assert config.guesses and config.boxes == 128 // page_size
+    assert ptx_of(config).count("cp.async.bulk.tensor") == 2 * 2 * 2
