@@ -199,19 +199,10 @@ class CacheLists(NamedTuple):
         starts, offsets = (tuple(map(Unsettled, tensors)) for tensors in (self.starts, self.offsets))
         return self._replace(lengths=Unsettled(self.lengths), starts=starts, offsets=offsets)
 
-    def work(
-        self,
-        config: DecodeConfig,
-        mQ: cute.Tensor,
-        place: tuple[Int32, Int32],
-        heads: HeadsTogether,
-        lane: Int32,
-        cluster: int = 1,
-    ) -> Work:
-        """The work of one CTA. ``place`` are its piece of a row and the pieces of that; with a cluster of several CTAs,
-        which have a tile together, its number and that of all CTAs."""
+    def batch(self, config: DecodeConfig, mQ: cute.Tensor, kind: type[CacheBatch] = CacheBatch) -> Any:
+        """The sequences, as a ``kind`` of batch."""
         queries, query_heads = mQ.shape[0 if config.layout == VARLEN else 1], mQ.shape[len(mQ.shape) - 2]
-        batch = CacheBatch(
+        return kind(
             config,
             window_of(config.causal, self.sides),
             self.lengths,
@@ -223,7 +214,25 @@ class CacheLists(NamedTuple):
             # So that what is multiplied with it stays out of the threads' registers.
             cute.arch.make_warp_uniform(divide(query_heads, self.kv_heads)),
         )
-        max_splits = self.max_splits[0] if self.max_splits else None
+
+    @property
+    def most_parts(self) -> Any:
+        """Of a tile; None if there is no limit."""
+        return self.max_splits[0] if self.max_splits else None
+
+    def work(
+        self,
+        config: DecodeConfig,
+        mQ: cute.Tensor,
+        place: tuple[Int32, Int32],
+        heads: HeadsTogether,
+        lane: Int32,
+        cluster: int = 1,
+    ) -> Work:
+        """The work of one CTA. ``place`` are its piece of a row and the pieces of that; with a cluster of several CTAs,
+        which have a tile together, its number and that of all CTAs."""
+        batch = self.batch(config, mQ)
+        max_splits = self.most_parts
         if cluster == 1:
             piece, pieces = place
             scanned = batch.scan(Int32(0), lane)

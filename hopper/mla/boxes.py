@@ -47,6 +47,13 @@ def copy_box(atom: cute.CopyAtom, smem: cute.Tensor, gmem: cute.Tensor, is_load:
     cute.copy(atom, source, target, **others)
 
 
+def wait_until_read() -> None:
+    """By a warp, until what it has sent off has been read."""
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+    # Whichever lane issued the copies, no lane goes on before they have read.
+    cute.arch.sync_warp()
+
+
 @dataclass(frozen=True)
 class QueryBoxes(LoopInvariant):
     """The warp that brings Q and QV of every tile of a piece, from row ``first`` of each tile on: when the scores of
@@ -110,7 +117,7 @@ class OutputBoxes(LoopInvariant):
         state: PipelineState,
     ):
         """The columns of a part of V, multiplied by ``factors``; ``product`` are the accumulator of P V and how it was
-        multiplied. When this ends that part may be given back."""
+        multiplied. Behind ``wait_until_read`` that part may be given back."""
         acc, mma = product
         scale_rows(acc, factors)
         # A warp may be done with its rows of P V before others have read V for theirs.
@@ -127,9 +134,6 @@ class OutputBoxes(LoopInvariant):
             gmem = self.target.box_of(rows.tile, first, box, before + i)
             copy_box(self.target.atom, smem, gmem, False)
         cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        # Whichever lane issued the copies, no lane goes on before they have read.
-        cute.arch.sync_warp()
 
     def _stage(self, acc: cute.Tensor, mma: cute.TiledMma, staged: cute.Tensor, rows: CtaRows) -> None:
         dtype = staged.element_type

@@ -4,22 +4,25 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from cute_kernels.fast_math import exp2
+from cute_kernels.fast_math import exp2, max_over_lanes
 from cute_kernels.integers import minimum
 from cute_kernels.softmax import LEAST
-from hopper.decode.combine import COLUMNS, WARPS, Combine, load_4
+from hopper.decode.combine import COLUMNS, LANES, WARPS, Combine, load_4
 from hopper.decode.results import RowSum, store_columns
 from hopper.decode.rows import TileRows
 
 FEW_PARTS = (2, 4, 8)
 """That a warp adds up by itself: the fewest that are all of a tile."""
 
-COMBINING_CTAS = 128
-"""That put parts together, or a little more, for each COLUMNS_OF_A_CTA columns of a row: 512 with 512 columns, and 528
-fit on 132 multiprocessors at once."""
+COMBINING_CTAS = 132
+"""That put parts together, or a little less, for each COLUMNS_OF_A_CTA columns of a row: 528 with 512 columns, which
+fit on 132 multiprocessors at once. Two for each of 66 pieces."""
 
 AT_A_TIME = 8
 """Parts of rows whose loads a warp has under way together."""
+
+MANY_AT_A_TIME = 16
+"""The same, of a row of more parts than the most of FEW_PARTS."""
 
 
 class MlaCombine(Combine):
@@ -35,6 +38,8 @@ class MlaCombine(Combine):
             self._add_rows_of_few(ctas, rows, span, columns, FEW_PARTS[1])
         elif before < FEW_PARTS[2]:
             self._add_rows_of_few(ctas, rows, span, columns, FEW_PARTS[2])
+        elif before < LANES and span[0] + span[2] < span[1]:
+            self._add_rows_of_many(ctas, rows, span, columns)
         else:
             Combine._add_rows(self, ctas, rows, span, columns)
 
@@ -89,3 +94,53 @@ class MlaCombine(Combine):
                 o[e] += values[e] * new if is_there[n] else Float32(0.0)
         outputs = self.mO, self.mLSE, self.sinks, self.factors
         store_columns(outputs, rows, row, column, o, RowSum(shift, total, rounded))
+
+    @cute.jit
+    def _add_rows_of_many(self, ctas: tuple[Int32, Int32], rows: TileRows, span: tuple, columns: tuple):
+        """Several rows of up to LANES parts, by each warp its own: a lane has the sums of a part."""
+        first_row, end_row, row_step = span
+        outputs = self.mO, self.mLSE, self.sinks, self.factors
+        for row in cutlass.range(first_row + self.warp * row_step, end_row, WARPS * row_step, unroll=1):
+            factor, of_keys = self._factor_of_part(ctas, row)
+            for first in columns:
+                column = first + COLUMNS * self.lane
+                o = self._sum_of_many(ctas, row, column, factor)
+                store_columns(outputs, rows, row, column, [o[e] for e in range(COLUMNS)], of_keys)
+
+    @cute.jit
+    def _factor_of_part(self, ctas: tuple[Int32, Int32], row: Int32) -> tuple[Float32, RowSum]:
+        """What O of this lane's part is multiplied by, 0 where there is none, and the sum of all parts."""
+        first_cta, last_cta = ctas
+        own = first_cta + self.lane
+        slot = self.parts.slot(minimum(own, last_cta), Boolean(self.lane == 0))
+        sums = load_4(self.parts.sums(slot).iterator + 4 * row)
+        is_there = own <= last_cta and sums[1] != Float32(0.0)
+        shift = max_over_lanes(sums[0] if is_there else Float32(LEAST), LANES)
+        factor = exp2(sums[0] - shift) if is_there else Float32(0.0)
+        total, rounded = (
+            cute.arch.warp_reduction_sum(number * factor if is_there else Float32(0.0))
+            for number in (sums[1], sums[2])
+        )
+        return factor, RowSum(shift, total, rounded)
+
+    @cute.jit
+    def _sum_of_many(
+        self, ctas: tuple[Int32, Int32], row: Int32, column: Int32, factor: Float32
+    ) -> cute.Tensor:
+        """Some columns of a row, of all parts; lanes have the ``factor`` of one each."""
+        first_cta, last_cta = ctas
+        o = cute.make_rmem_tensor(COLUMNS, Float32)
+        o.fill(0.0)
+        for before in cutlass.range(0, last_cta + 1 - first_cta, MANY_AT_A_TIME, unroll=1):
+            loaded = []
+            for n in cutlass.range_constexpr(MANY_AT_A_TIME):
+                slot = self.parts.slot(minimum(first_cta + before + n, last_cta), before + n == 0)
+                loaded.append(
+                    load_4(self.parts.rows(slot).iterator + (row * self.config.head_dim_v + column))
+                )
+            for n in cutlass.range_constexpr(MANY_AT_A_TIME):
+                of_part = cute.arch.shuffle_sync(factor, offset=before + n)
+                for e in cutlass.range_constexpr(COLUMNS):
+                    # Of a part without a key that the row sees there is no O.
+                    o[e] += loaded[n][e] * of_part if of_part != Float32(0.0) else Float32(0.0)
+        return o

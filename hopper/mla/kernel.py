@@ -16,12 +16,12 @@ from cute_kernels.score_tile import SoftCap, scale_in_base_2
 from hopper.config import WARPGROUP_ROWS
 from hopper.decode.combine import COLUMNS, COLUMNS_OF_A_CTA, LANES, WARPS
 from hopper.decode.config import BOX_COLUMNS
-from hopper.decode.kernel import tiles_of
+from hopper.decode.kernel import MOST_SMS, SHORT_PIECE, tiles_of
 from hopper.decode.masks import RowMask
 from hopper.decode.operands import CacheLists, Outputs, RawKeys, Work
 from hopper.decode.results import PartialResults
 from hopper.decode.rows import TileRows
-from hopper.mla.boxes import BoxedRows, OutputBoxes, QueryBoxes
+from hopper.mla.boxes import BoxedRows, OutputBoxes, QueryBoxes, wait_until_read
 from hopper.mla.combine import COMBINING_CTAS, MlaCombine
 from hopper.mla.config import (
     CONSUMERS,
@@ -252,6 +252,9 @@ class MlaKernel:
         )
         piece, row, columns = cute.arch.block_idx()
         work = mla_work(c, lists, mQ, (piece, num_pieces), lane)
+        is_short = work.pieces.units <= SHORT_PIECE // c.tile_n * num_pieces
+        if is_short and num_pieces * c.cluster >= MOST_SMS:
+            cute.arch.griddepcontrol_launch_dependents()
         parts = PartialResults(c, outputs.parts, work.heads)
         by_tile = Boolean(False)
         if const_expr(c.layout != VARLEN):
@@ -304,10 +307,13 @@ class MlaKernel:
                 factors = results.leave_sums(consumer.softmax, rows, parts)
                 consumer.finish(factors)
                 product = consumer.acc, consumer.mmas.pv
-                self._leave(ways, consumer.pipes.v[0], product, (0, factors), (rows, parts), state)
+                self._leave(
+                    ways, consumer.pipes.v[0], product, (0, factors, consumer.owed), (rows, parts), state
+                )
                 state.advance()
             start += blocks.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
+        consumer.give_back(state)
 
     @cute.jit
     def _sum_values(self, work: Work, consumer: MlaValues, ways: tuple, place: tuple):
@@ -325,7 +331,7 @@ class MlaKernel:
                 of_tile = self._rows(work, sequence, tile, place), parts
                 for i in cutlass.range_constexpr(len(consumer.accs)):
                     product, factors = (consumer.accs[i], consumer.mmas[i]), consumer.factors
-                    self._leave(ways, consumer.pipes[i], product, (i + 1, factors), of_tile, state)
+                    self._leave(ways, consumer.pipes[i], product, (i + 1, factors, None), of_tile, state)
                 state.advance()
             start += blocks.units
             sequence, tile = work.batch.following(sequence, tile, work.batch.tiles(seqlens))
@@ -343,7 +349,7 @@ class MlaKernel:
         """O in the columns of a part of V, which is given back: by TMA, which takes it from there, where this piece has
         all keys of the tile, else from registers. ``multiplied`` are the number of the part and the factors."""
         results, boxes = ways
-        part, factors = multiplied
+        part, factors, owed = multiplied
         rows, parts = of_tile
         if const_expr(len(boxes) == 0):
             pipe.consumer_release(state)
@@ -351,9 +357,14 @@ class MlaKernel:
         else:
             if results.is_whole(parts):
                 boxes[0].leave(product, part, factors, rows, state)
+                if const_expr(part == 0):
+                    owed.fill(1)
+                else:
+                    wait_until_read()
+                    pipe.consumer_release(state)
             else:
+                pipe.consumer_release(state)
                 results.leave_partial(product[0], part, rows, parts)
-            pipe.consumer_release(state)
 
     def _rows(self, work: Work, sequence: Int32, tile: Int32, place: tuple) -> CtaRows:
         """The thread's of a tile."""

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from hopper.decode.config import BOX_COLUMNS
 from hopper.decode.operands import RawKeys
-from hopper.decode.producer import Producer
+from hopper.decode.producer import EVICT_FIRST, Producer
 from hopper.wide.operands import Place
 
 
@@ -43,12 +43,13 @@ class MlaProducer(Producer):
         place: tuple[Int32, Int32],
         state: pipeline.PipelineState,
     ):
-        """Columns from ``column`` on, as many as a stage has."""
+        """Columns from ``column`` on, as many as a stage has. They leave L2 first."""
         keys.pipe.producer_acquire(state)
         barrier = keys.pipe.producer_get_barrier(state)
         target_stage = keys.smem[None, None, state.index]
         box = (self.config.box_rows, BOX_COLUMNS)
         page, row = place
+        policy = {"cache_policy": Int64(EVICT_FIRST)}
         own = self.config.boxes // self.config.cluster
         for i in cutlass.range_constexpr(own):
             number = self.place.rank * own + i
@@ -62,4 +63,4 @@ class MlaProducer(Producer):
                     cute.group_modes(cute.local_tile(target_stage, box, (number, part)), 0, 2),
                     cute.group_modes(cute.local_tile(source, box, (0, part)), 0, 2),
                 )
-                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, **self.place.targets)
+                cute.copy(keys.atom, found, target, tma_bar_ptr=barrier, **policy, **self.place.targets)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.fast_math import pack
 from cute_kernels.fragments import (
@@ -20,6 +20,9 @@ from hopper.decode.rows import HeadRows
 from hopper.decode.schedule import TileParts
 from hopper.decode.softmax import RowSoftmax
 from hopper.mla.config import MlaConfig
+
+OF_A_STORE = 4
+"""float32 of a partial result that a thread stores at once."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,33 @@ class MlaResults(LoopInvariant):
     @cute.jit
     def leave_partial(self, acc: cute.Tensor, part: cutlass.Constexpr[int], rows: CtaRows, tile: TileParts):
         """``leave_columns`` of a tile that other pieces have keys of."""
+        if const_expr(self.config.query_box == 0):
+            self._leave_pairs(acc, part, rows, tile)
+        else:
+            self._leave_fours(acc, part, rows, tile)
+
+    @cute.jit
+    def _leave_pairs(self, acc: cute.Tensor, part: cutlass.Constexpr[int], rows: CtaRows, tile: TileParts):
+        """As they lie: to swap them would spill a register where threads copy Q."""
         o, values, first = self.parts.rows(self._slot(tile)), as_rows(acc), self._first_column(part, rows)
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
             if rows.exists(r):
                 for j in cutlass.range_constexpr(self.config.parts[part] // COLUMNS_PER_GROUP):
                     place = first + j * COLUMNS_PER_GROUP, rows.row(r)
                     store_2(o, place, values[r, (0, j)], values[r, (1, j)])
+
+    @cute.jit
+    def _leave_fours(self, acc: cute.Tensor, part: cutlass.Constexpr[int], rows: CtaRows, tile: TileParts):
+        """By 16 bytes, of which lanes swap pairs."""
+        o, values = self.parts.rows(self._slot(tile)), as_rows(acc)
+        own, is_odd = rows.lane % LANES_PER_ROW, rows.lane % 2 == 1
+        first = sum(self.config.parts[:part]) + own % 2 * COLUMNS_PER_GROUP + own // 2 * OF_A_STORE
+        for r in cutlass.range_constexpr(self.config.rows_per_thread):
+            is_row = rows.exists(r)
+            for j in cutlass.range_constexpr(0, self.config.parts[part] // COLUMNS_PER_GROUP, 2):
+                four = swap_pairs([values[r, (i % 2, j + i // 2)] for i in range(OF_A_STORE)], is_odd)
+                if is_row:
+                    store_4(o, (first + COLUMNS_PER_GROUP * j, rows.row(r)), four)
 
     def _first_column(self, part: int, rows: CtaRows) -> Int32:
         """Of the thread's columns of a part of V."""
@@ -125,3 +149,22 @@ class MlaResults(LoopInvariant):
     def _slot(self, tile: TileParts) -> Int32:
         """Where the part of this piece is left."""
         return self.parts.slot(self.piece, tile.begin(self.piece) == 0)
+
+
+@cute.jit
+def swap_pairs(pairs: list, is_odd: Boolean) -> list:
+    """Two pairs of neighbouring columns, of neighbouring groups, for four neighbouring columns of one group: an even
+    lane gives its second pair for the first of the lane behind it, which gives that one."""
+    given = [pairs[i] if is_odd else pairs[2 + i] for i in range(2)]
+    got = [cute.arch.shuffle_sync_bfly(x, offset=1) for x in given]
+    low = [got[i] if is_odd else pairs[i] for i in range(2)]
+    high = [pairs[2 + i] if is_odd else got[i] for i in range(2)]
+    return low + high
+
+
+def store_4(tensor: cute.Tensor, place: tuple, numbers: list) -> None:
+    """Elements of a tensor in global memory, from one at a multiple of 16 bytes on."""
+    address = (tensor.iterator + cute.crd2idx(place, tensor.layout)).toint()
+    cute.arch.inline_ptx(
+        "st.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *numbers]
+    )

@@ -7,10 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_kernels.integers import divide, maximum, minimum
-from cute_kernels.problem import VARLEN
-from hopper.decode.batch import LaneBlocks
 from hopper.decode.operands import CacheLists, Work
 from hopper.decode.schedule import HeadsTogether, Pieces
+from hopper.mla.batch import LatentBatch
 from hopper.mla.config import MlaConfig
 
 TILE_COST = {1: 2, 2: 3}
@@ -51,19 +50,11 @@ def shares(units: Any, tiles: Any, most: Any, most_cost: int) -> tuple[Any, Any]
 def mla_work(
     config: MlaConfig, lists: CacheLists, mQ: cute.Tensor, place: tuple[Int32, Int32], lane: Int32
 ) -> Work:
-    """The work of one CTA, or cluster; ``place`` are its piece and the most pieces. With packed queries, of which
-    sequences may have none, pieces are as those of the decode kernel."""
-    work = lists.work(config, mQ, place, HeadsTogether(), lane)
-    if config.layout == VARLEN:
-        return work
-    units, tiles = work.pieces.units, work.batch.tiles(work.batch.seqlens(Int32(0)))
-    ctas, tile_cost = shares(units, maximum(tiles * work.batch.batch, 1), place[1], TILE_COST[config.cluster])
-    batch, of_sequence = replace(work.batch, tile_cost=tile_cost), tile_cost * tiles
-    scanned, before = work.scanned[0], minimum(lane + 1, batch.batch)
-    shared = LaneBlocks(
-        scanned.blocks + tile_cost,
-        scanned.units + of_sequence * (before - minimum(lane, batch.batch)),
-        scanned.upto + of_sequence * before,
-    )
-    pieces = LeadingPieces(units + of_sequence * batch.batch, ctas)
-    return replace(work, batch=batch, pieces=pieces, scanned=(shared,))
+    """The work of one CTA, or cluster; ``place`` are its piece and the most pieces."""
+    batch = lists.batch(config, mQ, LatentBatch)
+    scanned = batch.scan_all(lane)
+    units, tiles = scanned.all_units, scanned.all_tiles
+    ctas, tile_cost = shares(units, maximum(tiles, 1), place[1], TILE_COST[config.cluster])
+    pieces = LeadingPieces(units + tile_cost * tiles, ctas)
+    batch, counted = replace(batch, tile_cost=tile_cost), scanned.with_cost(tile_cost)
+    return Work(batch, pieces, lists.most_parts, place[0], HeadsTogether(), scanned=(counted,))

@@ -15,6 +15,7 @@ from hopper.decode.config import BOX_COLUMNS
 from hopper.decode.masks import RowMask
 from hopper.decode.operands import clear_rows
 from hopper.forward.operands import Mmas
+from hopper.mla.boxes import wait_until_read
 from hopper.mla.config import MlaConfig
 from hopper.wgmma import keep_descriptor
 from hopper.wide.exchange import Exchange, WideBarrier, arrive
@@ -55,6 +56,8 @@ class MlaScores(ScoresConsumer):
         qk, slice_of_qk = mmas.qk, mmas.qk.get_slice(0)
         of_others = (qk.make_fragment_B(slice_of_qk.partition_B(v)) for v in smem.v[1:])
         self.tSrVs = self.tSrV, *map(keep_descriptor, of_others)
+        self.owed = cute.make_rmem_tensor(1, Int32)
+        self.owed.fill(0)
 
     def clear(self):
         """Once, before the first tile."""
@@ -81,6 +84,16 @@ class MlaScores(ScoresConsumer):
         if const_expr(self.config.holds_values):
             arrive(WideBarrier.SCORED)
         return state
+
+    @cute.jit
+    def give_back(self, state: PipelineState):
+        """V of the block before ``state``, when O has been read that was staged in its place, if it was."""
+        if self.owed[0] != 0:
+            wait_until_read()
+            before = state.clone()
+            before.reverse()
+            self.pipes.v[0].consumer_release(before)
+            self.owed.fill(0)
 
     @cute.jit
     def finish(self, factors: cute.Tensor):
@@ -122,6 +135,7 @@ class MlaScores(ScoresConsumer):
     @cute.jit
     def _continue_scores(self, acc_S: cute.Tensor, state: PipelineState):
         """Add QV V^T."""
+        self.give_back(state)
         self._add_part(acc_S, 0, state, closes=False)
         self._add_others(acc_S, state)
 

@@ -51,6 +51,7 @@ CLUSTER = config_of("bfloat16", True, 128, limits_splits=True)
 EVERYTHING = {"window": True, "chunk": True, "layout": "varlen", "softcap": True, "sinks": True}
 BOXES = config_of("bfloat16", True, 128, group=128)
 SMALL_BOXES = config_of("float16", True, 64, 16, group=16)
+PACKED = config_of("bfloat16", True, 128, 16, layout="varlen")
 NARROW = replace(
     config_of("float16", True, 64, 1000, 1, paged=False, leftpad=True, **EVERYTHING),
     head_dim_v=256,
@@ -61,7 +62,7 @@ COMPILED = [
     SHORT,
     CLUSTER,
     config_of("float16", True, 64, 16),
-    config_of("bfloat16", True, 128, 16, layout="varlen"),
+    PACKED,
     config_of("bfloat16", True, 128, 16, limits_splits=True, sinks=True),
     BOXES,
     SMALL_BOXES,
@@ -244,6 +245,24 @@ def test_a_tile_in_many_parts() -> None:
 def test_a_tile_in_few_parts(lengths: tuple[int, ...], ctas: int) -> None:
     """Three and six, which a warp adds up by itself, and loads as if they were four or eight."""
     check(Case(SHORT, (1, 1), lengths, 64, Launch(ctas, timing=LATE), (16, 1)))
+
+
+def test_a_tile_in_many_parts_by_the_rows_of_a_warp() -> None:
+    """Nineteen, which a warp adds up by itself, a lane for the sums of each."""
+    check(Case(SHORT, (1,), (1200,), 64, Launch(19, timing=LATE), (16, 1)))
+
+
+@pytest.mark.parametrize(("sequences", "ctas"), [(70, 5), (33, 40)])
+def test_more_sequences_than_lanes(sequences: int, ctas: int) -> None:
+    """Three or two a lane, the last lanes none; pieces of many tiles, and more pieces than tiles."""
+    lengths = tuple(7 * n % 90 for n in range(sequences))
+    check(Case(SHORT, (1,) * sequences, lengths, 64, Launch(ctas, timing=LATE), (16, 1)))
+
+
+def test_more_packed_sequences_than_lanes() -> None:
+    """Two a lane, of no, one and two tokens each, in pieces of several tiles."""
+    queries, lengths = tuple(n % 3 for n in range(35)), tuple(11 * n % 150 for n in range(35))
+    check(Case(PACKED, queries, lengths, 16, Launch(4, timing=LATE), (40, 1)))
 
 
 def test_tiles_count_as_more_than_their_blocks() -> None:
