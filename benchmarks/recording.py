@@ -25,9 +25,10 @@ from hopper.config import WARPGROUP_THREADS, ForwardConfig
 from hopper.forward.barriers import PingPong
 from hopper.forward.batch import DenseBatch
 from hopper.forward.consumer import Consumer
-from hopper.forward.kernel import ForwardKernel, KernelParts, LaunchOptions
+from hopper.forward.kernel import ForwardKernel
 from hopper.forward.kv_source import DenseTma
 from hopper.forward.operands import PerOperand, Pipelines
+from hopper.forward.parts import KernelParts, LaunchOptions
 from hopper.forward.precision import SixteenBits
 
 UNITS = 3

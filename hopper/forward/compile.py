@@ -21,7 +21,8 @@ from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.kernel import Fp8ForwardKernel, GeneralFp8ForwardKernel
-from hopper.forward.kernel import ForwardKernel, GeneralForwardKernel, KernelParts
+from hopper.forward.kernel import ForwardKernel, GeneralForwardKernel
+from hopper.forward.parts import KernelParts
 
 TMA_BYTES = 16
 """That strides are multiples of."""

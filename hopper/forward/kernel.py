@@ -1,7 +1,6 @@
 """The Hopper forward kernel."""
 
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -21,7 +20,6 @@ from cute_kernels.fragments import (
     first_column_of_thread,
     first_row_of_thread,
 )
-from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange, KeyBlocks, PartOfBlocks, SharedBlocks
 from cute_kernels.mask import TileMask
 from cute_kernels.problem import VARLEN
@@ -38,16 +36,14 @@ from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig, validate_forward_config
 from hopper.forward.ahead import ask_for_first_tile
-from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.consumer import Consumer
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads, ReturnOfO
 from hopper.forward.ending import ending_of
 from hopper.forward.epilogue import Epilogue
-from hopper.forward.kv_source import DenseTma, PackedTma
 from hopper.forward.operands import Mmas, PerOperand, Pipelines, Work
-from hopper.forward.paged import PagedTma, Pages
+from hopper.forward.paged import Pages
+from hopper.forward.parts import KernelParts, LaunchOptions
 from hopper.forward.places import TilePlace
-from hopper.forward.precision import SixteenBits
 from hopper.forward.producer import Producer
 from hopper.forward.queries import KeptQueries, SharedQueries
 from hopper.forward.shared_memory import (
@@ -64,48 +60,6 @@ from hopper.wgmma import keep_descriptor
 
 ONE_WARPGROUP = (1, 1, 1)
 """Warpgroups of an MMA along rows, columns and depth."""
-
-
-@dataclass(frozen=True)
-class KernelParts:
-    """What a forward kernel is put together from; the rest of it is the same for all.
-
-    ``precision`` has what the dtype of the inputs decides, ``kv_source`` how a key block reaches shared memory,
-    ``batch`` how its sequences lie.
-    """
-
-    precision: SixteenBits
-    kv_source: DenseTma
-    batch: DenseBatch
-
-    @staticmethod
-    def of_16_bits(config: ForwardConfig) -> "KernelParts":
-        """For inputs in 16 bits."""
-        if config.layout == VARLEN:
-            kv_source = PagedTma(config) if config.page_box else PackedTma(config)
-            return KernelParts(SixteenBits(config), kv_source, PackedBatch(config))
-        return KernelParts(SixteenBits(config), DenseTma(config), DenseBatch(config))
-
-
-@dataclass(frozen=True)
-class LaunchOptions(LoopInvariant):
-    """Arguments that only some kernels take; each is empty where the config has no use for it.
-
-    ``extras`` are for the kernel's ``precision``; ``plan`` is the plan and its number of sequences, for
-    ``PackedBatch``; ``window`` the two sides, and then the chunk if there is one; ``softcap`` the cap; ``slopes`` those
-    of ALiBi; ``dropout`` the arguments of ``Dropout.of``; ``captured`` the tensors that a user's functions read;
-    ``lists`` the tensor of lists of blocks (``Work``); ``pages`` the table and the left pads of ``Pages``.
-    """
-
-    extras: tuple = ()
-    plan: tuple = ()
-    window: tuple = ()
-    softcap: tuple = ()
-    slopes: tuple = ()
-    dropout: tuple = ()
-    captured: tuple = ()
-    lists: tuple = ()
-    pages: tuple = ()
 
 
 class Roles(NamedTuple):

@@ -14,8 +14,9 @@ from hopper.forward.fp8.kv_source import (
     TransposingRows,
 )
 from hopper.forward.fp8.precision import BlockScaled
-from hopper.forward.kernel import ForwardKernel, KernelParts, LaunchOptions
+from hopper.forward.kernel import ForwardKernel
 from hopper.forward.operands import PerOperand
+from hopper.forward.parts import KernelParts, LaunchOptions
 
 
 class Fp8ForwardKernel(ForwardKernel):
