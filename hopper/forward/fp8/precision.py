@@ -18,7 +18,7 @@ from hopper.forward.fp8.mean_v import MeanOfV
 from hopper.forward.fp8.scales import SLOT_FLOATS, SLOTS_PER_STAGE, BlockScales, ScalePublisher
 from hopper.forward.fp8.softmax.eager import EagerSoftmax
 from hopper.forward.fp8.softmax.exact import ExactSoftmax
-from hopper.forward.fp8.softmax.half import HalfScoresSoftmax
+from hopper.forward.fp8.softmax.half import HalfScoresOfAnyCodes, HalfScoresSoftmax
 from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
 from hopper.forward.fp8.two_level import TwoLevelOutput
 from hopper.forward.fp8.warp_scores import WarpScores
@@ -63,8 +63,10 @@ class BlockScaled(SixteenBits):
         tile_scales = (scales.q, scales.o, scales.block_q)
         common = scale_log2, tile_scales, self._slots(storage), c.polynomial_pairs
         if c.softmax is Softmax.HALF_SCORES:
-            queries = (self._queries(storage),) if c.lowers_queries else ()
-            return HalfScoresSoftmax(*common, c.tile_n // COLUMNS_PER_GROUP, queries)
+            pairs = c.tile_n // COLUMNS_PER_GROUP
+            if c.lowers_queries:
+                return HalfScoresOfAnyCodes(*common, pairs, (self._queries(storage),))
+            return HalfScoresSoftmax(*common, pairs)
         if c.softmax is Softmax.LAGGING:
             return LaggingSoftmax(*common, self._warp_scores(storage))
         return (EagerSoftmax if c.softmax is Softmax.EAGER else ExactSoftmax)(*common)

@@ -57,10 +57,6 @@ BLOCKS_A_WARY_BLOCK = 8
 ALMOST_ONE = 1.0 - 2.0**-6
 """With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
 
-FARTHEST = 2000.0
-"""Up to here float16 has steps of an octave or less, for distances from the ceiling too: what is aimed at 2^3 is$
-between 2^2.5 and 2^3.5."""
-
 NANS = 0x7FFF7FFF
 """A pair of NaN in float16."""
 
@@ -70,20 +66,8 @@ def pair_of(x: float) -> int:
     return int.from_bytes(2 * struct.pack(">e", x), "big", signed=True)
 
 
-WARY_EXPONENT = 3
-"""In place of 4: of 192 keys that are alike a thread's 48 then add up to less than 448, so that none has to be made
-again."""
-
-WARY_LIMITS, FAR_EXPONENTS = pair_of(WARY_EXPONENT + NEARLY), pair_of(WARY_EXPONENT + FAR_RISE)
-"""Pairs of exponents: up to the first a wary row keeps its maximum."""
-
-RISEN_EXPONENT = WARY_EXPONENT + 2.0**-7
-CEILINGS, RISEN_EXPONENTS = pair_of(CEILING), pair_of(RISEN_EXPONENT)
-"""Likewise. The largest P of a row whose maximum rises is aimed a little above 2^3: the offset is rounded, and chords
-take a step of 2.5 % just below a power of two, which e4m3 rounds away and the sum of the row does not."""
-
-SIGNLESS, LAST_NEAR = 0x7FFF7FFF, pair_of(FARTHEST) - 0x00010001
-"""What leaves the signs of a pair out, and the pair of the last float16 below ``FARTHEST``."""
+CEILINGS, SIGNLESS = pair_of(CEILING), 0x7FFF7FFF
+"""A pair of ``CEILING``, and what leaves the signs of a pair out."""
 
 LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632
 """Of two words, side by side."""
@@ -106,14 +90,21 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     leaves some of 63000. Chords are off by up to 3 % (1 % RMS), and so is the sum of a row in which a single one
     counts.
 
-    ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Beyond ``FARTHEST``, as
+    ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Beyond ``farthest``, as
     before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. So it does where
     float16 does not hold the scale. ``slopes`` and ``scales`` are a block's, as the exponentials
     want them. ``words`` are P, (row, pair of columns), of ``pairs`` pairs in a row.
     """
 
     wary_blocks = 12
-    wary_exponent = WARY_EXPONENT
+
+    wary_exponent = 3
+    """In place of 4: of 192 keys that are alike a thread's 48 then add up to less than 448, so that none has to be made
+    again."""
+
+    farthest = 2000.0
+    """Up to here float16 has steps of an octave or less, for distances from the ceiling too: what is aimed at 2^3 is
+    between 2^2.5 and 2^3.5."""
 
     def __init__(
         self,
@@ -180,6 +171,13 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
             else:
                 self.row_sum[r] = self.row_sum[r] + self.totals[r]
 
+    @property
+    def risen_exponent(self) -> float:
+        """The largest P of a row whose maximum rises is aimed a little above 2^``wary_exponent``: the offset is
+        rounded, and chords take a step of 2.5 % just below a power of two, which e4m3 rounds away and the sum of the
+        row does not."""
+        return self.wary_exponent + 2.0**-7
+
     @cute.jit
     def take_first_maxima(self, operand: cute.Tensor, acc_S: cute.Tensor):
         """P of a tile's first block, both rows by their maxima: made in float16 as in other blocks, the largest P of a
@@ -190,7 +188,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         own, top = unpack(of_thread, Float16), unpack(of_row, Float16)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             scaled = multiply_rounded(top[r], self.scale[r])
-            wanted = scaled + Float32(P_EXPONENT - RISEN_EXPONENT)
+            wanted = scaled + Float32(P_EXPONENT - self.risen_exponent)
             self._place_shift(r, wanted if scaled > -Float32.inf else self.shift[r])
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.exponentiate_by_stale_maximum(acc_S, r)
@@ -245,7 +243,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     @cute.jit
     def enter_block(self, slot: Int32):
-        super().enter_block(slot)
+        StaleMaximumSoftmax.enter_block(self, slot)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             slope = self.scale[r] * Float32(-1.0 / EXPONENTS)
             self.slopes[r] = pack(slope, slope, Float16)
@@ -258,7 +256,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         self.largest[0] = self._find_largest(acc_S)
         scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
         exponents = multiply_add_halves(self.largest[0], scales, offsets)
-        return _is_any_above(exponents, WARY_LIMITS)
+        return _is_any_above(exponents, pair_of(self.wary_exponent + NEARLY))
 
     def _find_largest(self, acc_S: cute.Tensor) -> Int32:
         """The largest scores of the thread's rows; NaN if one is."""
@@ -272,15 +270,17 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def _raise_maxima(self, acc_S: cute.Tensor, n_block: Int32):
         """In float16, both rows in a word, unless an offset goes too far for that: the new one is the old one less what
-        the largest exponent is above ``RISEN_EXPONENTS``, or the nearest that is exact (``_place_shift``)."""
+        the largest exponent is above ``risen_exponent``, or the nearest that is exact (``_place_shift``)."""
         largest = over_lanes(self.largest[0], maximum_of_halves)
         scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
         exponents = multiply_add_halves(largest, scales, offsets)
-        rise = positive_difference_of_halves(exponents, Int32(RISEN_EXPONENTS))
+        rise = positive_difference_of_halves(exponents, Int32(pair_of(self.risen_exponent)))
         lowered = subtract_halves(offsets, rise)
         distance = subtract_halves(Int32(CEILINGS), lowered)
         lowered = subtract_halves(Int32(CEILINGS), distance)
-        if cute.arch.vote_any_sync(_is_any_above(lowered & Int32(SIGNLESS), LAST_NEAR)):
+        if cute.arch.vote_any_sync(
+            _is_any_above(lowered & Int32(SIGNLESS), pair_of(self.farthest) - 0x00010001)
+        ):
             self._take_maxima(self._scaled_maxima(acc_S), n_block)
         else:
             wanted = unpack(lowered, Float16)
@@ -289,7 +289,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
                 before, self.shift[r] = self.shift[r], Float32(P_EXPONENT) - wanted[r]
                 self.row_scale[r] = exp2(before - self.shift[r])
                 self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
-            self._note_rise(_is_any_above(exponents, FAR_EXPONENTS), n_block)
+            self._note_rise(_is_any_above(exponents, pair_of(self.wary_exponent + FAR_RISE)), n_block)
 
     @cute.jit
     def _scaled_maxima(self, acc_S: cute.Tensor) -> tuple[Float32, Float32]:
@@ -301,7 +301,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     def _place_shift(self, r: cutlass.Constexpr[int], shift: Float32):
         """Make this the shift of row ``r``, or the nearest that leaves ``offset`` exact."""
         wanted = Float32(P_EXPONENT) - shift
-        is_near = cute.math.absf(wanted) < Float32(FARTHEST)
+        is_near = cute.math.absf(wanted) < Float32(self.farthest)
         # Its distance from the ceiling, as chords want it, is exact as well where it is the larger one.
         distance = Float32(CEILING) - wanted
         distance = unpack(pack(distance, distance, Float16), Float16)[0]
@@ -329,6 +329,25 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     def _sum_of_words(self, r: int) -> Float32:
         return sum_of_words([self.words[r, j] for j in range(self.words.shape[1])])
+
+
+class HalfScoresOfAnyCodes(HalfScoresSoftmax):
+    """``HalfScoresSoftmax`` on e4m3 tensors from elsewhere, of which nothing is promised.
+
+    P of a first block comes from float32, as after every maximum that a block did not keep: a row that sees a single
+    key then has its value exactly, where float16 leaves an error of up to a per cent. It shows in such tensors alone,
+    since their values were not rounded by us.
+    """
+
+    wary_exponent = 4
+    farthest = 256.0
+
+    @cute.jit
+    def take_first_maxima(self, operand: cute.Tensor, acc_S: cute.Tensor):
+        """P of a tile's first block, both rows by their maxima."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.take_maximum(acc_S, r)
+            self.store_P(operand, acc_S, r)
 
 
 def _rounding_of(x: Float32) -> Float32:
