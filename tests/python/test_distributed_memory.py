@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise, product
@@ -519,6 +520,19 @@ def test_what_ulysses_holds_is_as_the_page_says(monkeypatch: pytest.MonkeyPatch)
         if heads == (16, 16):
             assert aim < held <= aim + 4 * out.numel() // HEAD_DIM
     assert table_of_the_page("ulysses memory") == rows
+
+
+def test_what_heads_hold_that_are_copied_is_what_auto_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of more than 128 columns take no places: Q, K and V are copied for the backward pass."""
+    monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", 256)
+    monkeypatch.setattr(over_peers, "may_take_their_places", lambda *given: False)
+    for heads in HEADS:
+        found = ulysses_bytes(monkeypatch, 4, heads)
+        out = tensors_of(4, 1 << 15, heads)[3]
+        plan, held = explain_context_parallel(4, 1 << 15, *heads, 256, causal=True), found.room + found.both
+        assert plan.transport == "peer memory"
+        assert plan.held_bytes <= held <= plan.held_bytes + out.nbytes // 16
+        assert "memory='least' holds less" in plan.reason
 
 
 IN_PARTS = [(ranks, heads) for ranks, heads in product((2, 4, 8), HEADS) if heads[1] > ranks]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
+from hopper.backward.config import MAX_UNPAIRED_HEAD_DIM
 from hopper_attention.distributed.division import bytes_at_once
 from hopper_attention.distributed.heads import MessageExchange
 from hopper_attention.distributed.layout import check_divides, parts_of
@@ -202,8 +203,9 @@ class ContextPlan:
         seconds: by method, what the model says of a forward and a backward pass; only those that can do it.
         efficiency: of the method, by the model: time of the same share of the work on one GPU over its time.
         transport: what carries ulysses, "peer memory" or "messages"; empty for a method without it.
-        held_bytes: what a rank holds at most in both passes with the method, as its schedule reckons: the output and
-            buffers are among it, its Q, K and V, their gradients and LSEs are not. 0 where nothing reckons.
+        held_bytes: what a rank holds at most in both passes with the method, as its schedule reckons, one layer at a
+            time: the output and buffers are among it, its Q, K and V, their gradients and LSEs are not. 0 where nothing
+            reckons.
         aim_bytes: two shards of K and V, and the output.
     """
 
@@ -501,4 +503,6 @@ def _held_bytes(method: str, transport: str, problem: Problem, sizes: Sizes) -> 
     if method == RING:
         schedule = backward_schedule(problem, of_rank)
         return of_rank.out + backward_bytes(problem, of_rank, schedule.parts, schedule.at_once)
-    return bytes_at_once(of_rank, problem.world) if transport == PushedExchange.name else 0
+    # Kernels for more columns read K and V where their gradients would go.
+    stays = max(sizes.head_dim, sizes.head_dim_v) <= MAX_UNPAIRED_HEAD_DIM
+    return bytes_at_once(of_rank, problem.world, stays) if transport == PushedExchange.name else 0

@@ -66,15 +66,16 @@ def divide(kv_heads: int) -> Division | None:
     return Division(HeadParts(shares, 2), HeadParts((kv_heads // number,) * number, 2))
 
 
-def bytes_at_once(sizes: RowBytes, ranks: int) -> int:
-    """As ``bytes_in_parts``, of all heads at once and one layer at a time, whose Q, K and V stay in the buffer.
+def bytes_at_once(sizes: RowBytes, ranks: int, stays: bool) -> int:
+    """As ``bytes_in_parts``, of all heads at once and one layer at a time, whose Q, K and V stay in the buffer if it
+    ``stays``, and are copied else.
 
-    The output is there as heads and as rows, with sums of dQ in float32; or as rows with dQ, dK and dV.
+    The output is there as heads and as rows, with sums of dQ in float32 and the copy; or as rows with dQ, dK and dV.
     """
-    copies = max(1, ranks // sizes.kv_heads)
-    room = bytes_for(2 * sizes.out + copies * sizes.shard)
+    came = sizes.out + max(1, ranks // sizes.kv_heads) * sizes.shard
+    room, copy = bytes_for(came + sizes.out), 0 if stays else came
     gradients = sizes.out + sizes.shard
-    return room + max(4 * sizes.out, sizes.out + gradients) - gradients
+    return room + max(copy + 4 * sizes.out, sizes.out + gradients) - gradients
 
 
 def bytes_in_parts(sizes: RowBytes, ranks: int) -> int | None:
