@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from hopper.config import THREE_CONSUMERS, TWO_CONSUMERS, validate_forward_config
+from hopper.forward.fp8 import precision
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.lowered_queries import LARGEST_CODE, LARGEST_PRODUCT
+from hopper.forward.fp8.softmax.half import HalfScoresOfAnyCodes
 from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv
 from hopper_attention.reference import attention_naive
+from tests.hopper import on_numpy
 from tests.hopper.fp8_errors import lse_rounding
+from tests.hopper.hopper_machine import parse
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 from tests.hopper.test_lagging_softmax import LATE, dequantized, relative
+from tests.ptx import compile_ptx
 
 E4M3 = torch.float8_e4m3fn
 LARGEST, SMALLEST = 448.0, 2.0**-9
@@ -63,8 +68,21 @@ def lowered(parts: QuantizedQKV) -> QuantizedQKV:
     return replace(parts, q=replace(parts.q, data=data, scale=scale.contiguous(), block=1))
 
 
+def run_unlowered(
+    monkeypatch, config: Fp8ForwardConfig, parts: QuantizedQKV, softmax_scale: float, **options
+):
+    """The kernel that lowers no query, with the softmax of the one that does."""
+    plain = replace(config, lowers_queries=False)
+    validate_forward_config(plain)
+    with monkeypatch.context() as patch:
+        patch.setattr(precision, "HalfScoresSoftmax", HalfScoresOfAnyCodes)
+        program = parse(compile_ptx(plain))
+        patch.setattr(on_numpy, "program_of", lambda _: program)
+        return fp8_forward_on_numpy(plain, parts, softmax_scale, LATE, **options)
+
+
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (128, False), (256, False)])
-def test_scores_of_codes_up_to_448(head_dim: int, causal: bool) -> None:
+def test_scores_of_codes_up_to_448(monkeypatch, head_dim: int, causal: bool) -> None:
     """The bits are those of rows that were lowered before; no score is lost, though products reach 448^2 head_dim."""
     config = config_of(head_dim, causal)
     parts = parts_of(head_dim, config.tile_m + 9, config.tile_n + 40)
@@ -73,9 +91,7 @@ def test_scores_of_codes_up_to_448(head_dim: int, causal: bool) -> None:
     before = lowered(parts)
     products = before.q.data[0, :, 0].double() @ parts.k.data[0, :, 0].double().T
     assert 28672.0 < products.abs().max() < LARGEST_PRODUCT * 1.01
-    plain = replace(config, lowers_queries=False)
-    validate_forward_config(plain)
-    expected = fp8_forward_on_numpy(plain, before, head_dim**-0.5, LATE)
+    expected = run_unlowered(monkeypatch, config, before, head_dim**-0.5)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     exact, exact_lse = attention_naive(*dequantized(parts), causal=causal)
     assert_near(config, out, lse, exact, exact_lse)
@@ -107,14 +123,13 @@ def test_v_in_rows(head_dim: int, causal: bool, seqlens: tuple[int, int]) -> Non
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def test_a_window() -> None:
+def test_a_window(monkeypatch) -> None:
     """The first scores of a tile are those of another block there, and masked on both sides."""
     config = select_fp8_forward_config(64, 64, False, "bfloat16", 16384, window=True, without_lse=True)
     assert config.window and config.lowers_queries
     parts = parts_of(64, 200, 500)
     found = fp8_forward_on_numpy(config, parts, 0.125, LATE, sides=(150, 60))
-    plain = replace(config, lowers_queries=False)
-    expected = fp8_forward_on_numpy(plain, lowered(parts), 0.125, LATE, sides=(150, 60))
+    expected = run_unlowered(monkeypatch, config, lowered(parts), 0.125, sides=(150, 60))
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     exact, exact_lse = attention_naive(*dequantized(parts), window_left=150, window_right=60)
     assert_near(config, *found, exact, exact_lse)
