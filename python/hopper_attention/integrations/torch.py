@@ -218,8 +218,8 @@ def activate() -> Activation:
     """Have ``scaled_dot_product_attention`` on a GPU run on this package's kernels where they serve.
 
     They serve float16 and bfloat16 on the GPUs that they are for, of one head_dim up to 256, with GQA, with no mask or
-    ``is_causal`` of as many queries as keys, a scale from 1e-37 to 1e5, and without dropout. Calls with a mask or dropout,
-    and all other devices, run as they did. Active twice is active once.
+    ``is_causal`` of as many queries as keys, a scale from 1e-37 to 1e5, and without dropout. Calls with a mask or
+    dropout, and all other devices, run as they did. Active twice is active once.
 
     Returns:
         what undoes it at the end of a ``with`` statement; outside of one, :func:`deactivate` does.
