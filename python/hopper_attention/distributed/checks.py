@@ -73,8 +73,15 @@ def note_agreement(ranks: Ranks) -> None:
     _known_to(ranks.group)
 
 
-def check_agreement(ranks: Ranks, said: dict[str, Any], check: str, device: torch.device) -> None:
+def check_agreement(
+    ranks: Ranks,
+    said: dict[str, Any],
+    check: str,
+    device: torch.device,
+    doing: str = "call attention with new shapes or options",
+) -> None:
     """Raise unless all ranks of a group call with the same values of what ``said`` names, and with the same ``check``.
+    ``doing`` is what a rank that does not come should have done, for the error.
 
     Ranks tell each other through the store of the group, once for each new set of values: nothing is launched, and no
     GPU is waited for. Later calls with the same values cost a look-up. A rank that is not to check tells the others
@@ -92,13 +99,15 @@ def check_agreement(ranks: Ranks, said: dict[str, Any], check: str, device: torc
         tell(ranks, said)
         known.told.add(signature)
         return
-    told = tell_each_other(ranks, said, "call attention with new shapes or options")
+    told = tell_each_other(ranks, said, doing)
     mine = json.loads(json.dumps(said))
     for rank, theirs in enumerate(told):
         for name in mine:
-            if mine[name] != theirs[name]:
+            # Who makes a call of another kind does not say this.
+            other = theirs.get(name)
+            if mine[name] != other:
                 raise DisagreementError(
-                    f"{name} is {mine[name]!r} on {ranks.name(ranks.rank)} and {theirs[name]!r} on {ranks.name(rank)}, "
+                    f"{name} is {mine[name]!r} on {ranks.name(ranks.rank)} and {other!r} on {ranks.name(rank)}, "
                     "allowed: the same on all ranks of a group"
                 )
     if not known.agreed and device.type == "cuda":

@@ -84,7 +84,18 @@ class Options:
 
 
 def groups_of(mesh: Mesh, timeout: float) -> tuple[Ranks, ...]:
-    """The ranks of a group, or of the two dimensions of a mesh: ring, then ulysses."""
+    """The ranks of a group, or of the two dimensions of a mesh: ring, then ulysses.
+
+    Raises:
+        TypeError: it is neither, nor None.
+        ValueError: the mesh has more dimensions, or this rank is not of the group.
+    """
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("mesh is a group without this rank, allowed: one that it is of")
+    if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup, type(None))):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}, {mesh!r}, allowed: a ProcessGroup, a DeviceMesh or None"
+        )
     if not isinstance(mesh, DeviceMesh):
         return (Ranks.of(mesh, timeout),)
     if mesh.ndim not in (1, 2):
