@@ -366,8 +366,7 @@ def flash_attn_quantized_func(
 
     Args:
         parts: of ``quantize_qkv``; those of packed sequences hold their lengths.
-        softmax_scale, causal, return_attn_probs, two_level_accumulation, exact_lse, window_size, attention_chunk,
-            backend: as there.
+        others: as there.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v), of packed sequences (total_q, heads, head_dim_v); with
