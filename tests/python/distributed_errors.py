@@ -86,6 +86,28 @@ def mistaken_sequences() -> list[str]:
     return [error_of(call) for call in calls]
 
 
+def mistaken_options() -> list[str]:
+    """The same of options of attention."""
+    x, group = torch.zeros(1, 8, 2, 16, dtype=DTYPE), groups()[2]
+    given: list[dict[str, Any]] = [
+        {"timeout": "3"},
+        {"timeout": float("inf")},
+        {"timeout": True},
+        {"sinks": [0.0, 0.0]},
+        {"mesh": [group]},
+        {"cu_seqlens": [0, 7.6]},
+        {"cu_seqlens": torch.tensor([0.0, 16.0])},
+    ]
+    return [
+        error_of(
+            lambda o=o: context_parallel_attention(
+                *[x[0] if "cu_seqlens" in o else x] * 3, **{"mesh": group} | o
+            )
+        )
+        for o in given
+    ]
+
+
 def check_or_not(number: int) -> str:
     """What rank 0, which checks, is told where rank 1 does not; rank 1 goes on until it has waited in vain."""
     odd, x = dist.get_rank() == 1, torch.zeros(1, 8, 2, 16, dtype=DTYPE)

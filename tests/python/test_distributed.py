@@ -351,6 +351,20 @@ def test_arguments_of_sequences_are_checked_before_anything_is_sent(pool: Pool) 
         ]
 
 
+def test_options_are_checked_by_name(pool: Pool) -> None:
+    for told in pool(2, "distributed_errors.mistaken_options"):
+        assert [message.partition(", allowed")[0] for message in told] == [
+            "TypeError: timeout is a str, '3'",
+            "ValueError: timeout is inf",
+            "TypeError: timeout is a bool, True",
+            "TypeError: sinks is a list",
+            told[4].partition(", allowed")[0],
+            "TypeError: cu_seqlens has 7.6, a float",
+            "TypeError: cu_seqlens has 0.0, a float",
+        ]
+        assert told[4].startswith("TypeError: mesh is a list, [")
+
+
 def test_ranks_that_disagree_are_told_who_and_in_what(pool: Pool) -> None:
     first, second = pool(2, "distributed_errors.disagree", "shape")
     assert first.startswith(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hopper_attention.checks import python_int
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.store import tell, tell_each_other
 
@@ -29,12 +30,16 @@ def read_documents(cu_seqlens: Tensor | Sequence[int] | None, seqlen: int) -> tu
     """Where documents begin and the last ends, as ints; empty for none. A tensor on a GPU is waited for.
 
     Raises:
+        TypeError: one is no whole number.
         ValueError: they do not begin at 0, fall, or end behind ``seqlen``.
     """
     if cu_seqlens is None:
         return ()
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    starts = tuple(int(value) for value in values)
+    starts = tuple(python_int(value) for value in values)
+    for value in starts:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"cu_seqlens has {value!r}, a {type(value).__name__}, allowed: ints")
     if len(starts) < 2 or starts[0] != 0:
         raise ValueError(f"cu_seqlens is {_short(starts)}, allowed: 0 and then the end of each document")
     if any(b < a for a, b in pairwise(starts)):

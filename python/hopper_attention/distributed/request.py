@@ -32,6 +32,9 @@ from hopper_attention.scores import Scores, check_scores
 LEAST = "least"
 MEMORIES = AUTO, LEAST
 
+LONGEST_TIMEOUT_S = 1e9
+"""Thirty years, which clocks still count."""
+
 Mesh = dist.ProcessGroup | DeviceMesh | None
 """A group, a mesh of one dimension, one of two (ring, ulysses), or None for all ranks."""
 
@@ -71,8 +74,12 @@ class Options:
         checks.check_softcap(self.softcap)
         checks.check_sm_margin(self.sm_margin)
         checks.check_backend(self.backend)
-        if not self.timeout >= 0:
-            raise ValueError(f"timeout is {self.timeout}, allowed: seconds, or 0 for that of the group")
+        if not checks.is_number(self.timeout):
+            raise TypeError(f"timeout is a {type(self.timeout).__name__}, {self.timeout!r}, allowed: seconds")
+        if not 0 <= self.timeout <= LONGEST_TIMEOUT_S:
+            raise ValueError(
+                f"timeout is {self.timeout}, allowed: up to {LONGEST_TIMEOUT_S:.0e} seconds, or 0 for that of the group"
+            )
         if self.quantization is not None:
             check_quantization(self.quantization)
 
@@ -140,6 +147,8 @@ def make_request(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Me
             "16-bit tensors travel and are attended to in e4m3"
         )
     scale = q.shape[3] ** -0.5 if o.softmax_scale is None else checks.check_scale(o.softmax_scale)
+    if sinks is not None:
+        checks.check_are_tensors(sinks=sinks)
     check_scores(Scores.of(o.softcap, None, sinks), q.shape[0], q.shape[2], q.dtype, q.device)
     ring, *inner = groups_of(mesh, o.timeout)
     if (o.method == MESH) != bool(inner) and o.method != AUTO:

@@ -109,8 +109,8 @@ def unshard_sequence(x: Tensor, mesh: Mesh = None, *, layout: str = ZIGZAG, dim:
 
 
 def _gather(ranks: Ranks, x: Tensor, dim: int, layout: str) -> Tensor:
-    said = {"call": "unshard_sequence", "shape of x": tuple(x.shape), "dtype of x": str(x.dtype)}
-    said |= {"dim": dim, "layout": layout}
+    said: dict[str, Any] = {"call": "unshard_sequence", "shape of x": tuple(x.shape)}
+    said |= {"dtype of x": str(x.dtype), "dim": dim, "layout": layout}
     check_agreement(ranks, said, FIRST, x.device, "put a sequence together")
     gathered, transfer = all_gather(ranks, x.detach().contiguous(), "a sequence")
     transfer.wait()
