@@ -78,7 +78,7 @@ class Options:
             raise TypeError(f"timeout is a {type(self.timeout).__name__}, {self.timeout!r}, allowed: seconds")
         if not 0 <= self.timeout <= LONGEST_TIMEOUT_S:
             raise ValueError(
-                f"timeout is {self.timeout}, allowed: up to {LONGEST_TIMEOUT_S:.0e} seconds, or 0 for that of the group"
+                f"timeout is {self.timeout}, allowed: seconds, or 0 for that of the group; up to {LONGEST_TIMEOUT_S:.0e}"
             )
         if self.quantization is not None:
             check_quantization(self.quantization)
