@@ -65,9 +65,9 @@ class Options:
             ("check", self.check, CHECKS),
             ("memory", self.memory, MEMORIES),
         )
-        for name, value, allowed in given:
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(repr, allowed))}")
+        for name, value, words in given:
+            if value not in words:
+                raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(repr, words))}")
         check_layout(self.layout)
         for name in ("causal", "deterministic"):
             checks.check_flag(name, getattr(self, name))
@@ -77,9 +77,8 @@ class Options:
         if not checks.is_number(self.timeout):
             raise TypeError(f"timeout is a {type(self.timeout).__name__}, {self.timeout!r}, allowed: seconds")
         if not 0 <= self.timeout <= LONGEST_TIMEOUT_S:
-            raise ValueError(
-                f"timeout is {self.timeout}, allowed: seconds, or 0 for that of the group; up to {LONGEST_TIMEOUT_S:.0e}"
-            )
+            allowed = f"seconds, or 0 for that of the group; up to {LONGEST_TIMEOUT_S:.0e}"
+            raise ValueError(f"timeout is {self.timeout}, allowed: {allowed}")
         if self.quantization is not None:
             check_quantization(self.quantization)
 
