@@ -162,7 +162,8 @@ read.
 """
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a real number of any kind, and no truth value."""
     return isinstance(value, (float, int, numbers.Real)) and not isinstance(value, bool)
 
 
@@ -170,7 +171,7 @@ def check_scale(softmax_scale: Any) -> float:
     """``softmax_scale`` as a float; raise unless it is a positive finite number."""
     if type(softmax_scale) is float and SMALLEST_SCALE <= softmax_scale <= LARGEST_SCALE:
         return softmax_scale
-    if not _is_number(softmax_scale):
+    if not is_number(softmax_scale):
         raise TypeError(
             f"softmax_scale is a {type(softmax_scale).__name__}, {softmax_scale!r}, "
             "allowed: a number, or None for head_dim**-0.5"
@@ -189,7 +190,7 @@ SMALLEST_SOFTCAP, LARGEST_SOFTCAP = 1e-30, 1e30
 
 def check_softcap(softcap: Any) -> float:
     """``softcap`` as a float; raise unless it is 0 or a positive number that float32 can divide scores by."""
-    if not _is_number(softcap):
+    if not is_number(softcap):
         raise TypeError(f"softcap is a {type(softcap).__name__}, {softcap!r}, allowed: a number")
     # Before it is a float, which not every int can be.
     if not (softcap == 0 or SMALLEST_SOFTCAP <= softcap <= LARGEST_SOFTCAP):
@@ -201,7 +202,7 @@ def check_softcap(softcap: Any) -> float:
 
 def check_dropout_p(dropout_p: Any) -> float:
     """``dropout_p`` as a float; raise unless it is a number from 0 on, below 1."""
-    if not _is_number(dropout_p):
+    if not is_number(dropout_p):
         raise TypeError(f"dropout_p is a {type(dropout_p).__name__}, {dropout_p!r}, allowed: a number")
     # One that is below 1 may be 1 as a float.
     if not (0 <= dropout_p < 1 and float(dropout_p) < 1.0):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-JsonPath = Annotated[
-    str, typer.Option("--json", metavar="PATH", help="Write the result as JSON too; - is standard output.")
-]
 SuiteBudget = Annotated[
     float, typer.Option(help="Seconds to measure for, first calls not counted. 0: 150, and 60 for fp8.")
 ]
@@ -45,6 +44,9 @@ INTERRUPTED = 130
 PIPE_WIDTH = 120
 """Columns of a table where there is no terminal to ask."""
 
+NO_MEMORY = ("can't allocate memory", "out of memory")
+"""What torch says where there is too little of it; on a CPU with no error of its own kind."""
+
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
@@ -54,18 +56,55 @@ def one_line_errors() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        Console(stderr=True).print(
-            Text.assemble(("error:", "bold red"), f" {NO_PLOT}"), soft_wrap=True, highlight=False
-        )
-        raise typer.Exit(2) from None
+        raise _say_error(NO_PLOT) from None
     except (ValueError, NotImplementedError, OSError) as error:
-        Console(stderr=True).print(
-            Text.assemble(("error:", "bold red"), f" {error}"), soft_wrap=True, highlight=False
-        )
-        raise typer.Exit(2) from None
+        raise _say_error(str(error)) from None
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not any(words in reason for words in NO_MEMORY):
+            raise
+        raise _say_error(f"this needs more memory than there is: {reason}") from None
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped")
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _say_error(message: str) -> typer.Exit:
+    """Put one line on stderr, and give what ends the command."""
+    text = Text.assemble(("error:", "bold red"), f" {message}")
+    Console(stderr=True).print(text, soft_wrap=True, highlight=False)
+    return typer.Exit(2)
+
+
+def check_file(path: str) -> None:
+    """Raise OSError unless a file can be written there; makes nothing."""
+    file = Path(path)
+    there = next(place for place in (file, *file.absolute().parents) if place.exists())
+    if there == file and file.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "a folder, allowed: a file", path)
+    if there != file and not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{there} is no folder", path)
+    if not os.access(there, os.W_OK):
+        raise PermissionError(errno.EACCES, f"{there} cannot be written to", path)
+
+
+def check_json(path: str) -> str:
+    """The path of the JSON, before anything is measured, as of a plot."""
+    with one_line_errors():
+        if path not in (NO_FILE, STDOUT):
+            check_file(path)
+    return path
+
+
+JsonPath = Annotated[
+    str,
+    typer.Option(
+        "--json",
+        metavar="PATH",
+        callback=check_json,
+        help="Write the result as JSON too; - is standard output.",
+    ),
+]
 
 
 def check_plot(path: str) -> str:
@@ -76,6 +115,8 @@ def check_plot(path: str) -> str:
             raise ValueError(f"plot is {path!r}, allowed: a file that ends with {', '.join(PLOT_ENDINGS)}")
         if path != NO_FILE and find_spec("matplotlib") is None:
             raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+        if path != NO_FILE:
+            check_file(path)
     return path
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hopper_attention import checks
 from hopper_attention.checks import HALF_DTYPES, Result, TensorSpec
 from hopper_attention.launch.combine import combine as combine_by_kernel
-from hopper_attention.plain_calls import is_plain_call, needs_gradient
+from hopper_attention.plain_calls import check_no_tangent, is_plain_call, needs_gradient
 from hopper_attention.reference.combine import combine_parts
 
 OUT_DTYPES = (torch.float32, *HALF_DTYPES)
@@ -88,6 +88,7 @@ def flash_attn_combine(
     if is_plain:
         result, lse = merge(out_partial, lse_partial, dtype, out)
     else:
+        check_no_tangent("merging", (out_partial, lse_partial, out))
         merged, lse = combine(out_partial, lse_partial, dtype)
         result = merged if out is None else out.copy_(merged)
     return (result, lse) if wants_lse else result

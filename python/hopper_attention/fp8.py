@@ -363,6 +363,18 @@ def flash_attn_quantized_func(
     mean that was subtracted, PyTorch undoes a rotation and then adds the mean itself. The mean of K goes back into the
     LSE. The same parts serve with and without ``two_level_accumulation``; with it the kernel is faster at head_dim 64
     on blocks of 128 keys, which :func:`flash_attn_fp8_func` then makes.
+
+    Args:
+        parts: of ``quantize_qkv``; those of packed sequences hold their lengths.
+        others: as there.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim_v), of packed sequences (total_q, heads, head_dim_v); with
+        ``return_attn_probs``, (out, lse), float32 (batch, heads, seqlen_q) or (heads, total_q). A constant to autograd.
+
+    Raises:
+        ValueError, TypeError: an argument is not allowed; the message names it, what it was and what is allowed.
+        NotImplementedError: torch.func differentiates it, or packed parts are traced.
     """
     given = causal, return_attn_probs, two_level_accumulation, exact_lse, backend
     has_no_window = is_full(window_size) and not is_given(attention_chunk, 0)

@@ -31,7 +31,7 @@ from hopper_attention.kvcache_checks import (
 from hopper_attention.kvcache_schedule import schedule_of
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.lengths import check_max_seqlen
-from hopper_attention.plain_calls import are_plain_tensors, is_plain_call
+from hopper_attention.plain_calls import are_plain_tensors, check_no_tangent, is_plain_call
 from hopper_attention.qv import scale_with_qv
 from hopper_attention.scores import NO_SCORES, ScoreKind, Scores, check_scores
 from hopper_attention.scores import PLAIN as PLAIN_SCORES
@@ -90,6 +90,7 @@ def read_call(given: CacheTensors, extras: CacheExtras, options: CacheOptions) -
         more |= {name: x for name, x in zip(NAMES, tensors, strict=True) if x is not None}
         checks.check_are_tensors(**more)
         check_not_mapped(tensors)
+        check_no_tangent("attention on a key/value cache", (*tensors, *extras))
     check_no_gradient(tensors)
     if not is_bare:
         check_no_gradient(extras)

@@ -55,53 +55,65 @@ def _call(name: str, *values: Any) -> Any:
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
-    """``a`` where the condition holds, else ``b``."""
+    """``a`` where the condition, a truth value, holds, else ``b``."""
     return _call("where", condition, a, b)
 
 
 def tanh(x: Any) -> Any:
+    """The hyperbolic tangent of x, a float."""
     return _call("tanh", x)
 
 
 def exp(x: Any) -> Any:
+    """e to the power of x, a float."""
     return _call("exp", x)
 
 
 def exp2(x: Any) -> Any:
+    """2 to the power of x, a float."""
     return _call("exp2", x)
 
 
 def log(x: Any) -> Any:
+    """The natural logarithm of x, a float; NaN below 0, -inf at 0."""
     return _call("log", x)
 
 
 def log2(x: Any) -> Any:
+    """The logarithm of x to the base 2, a float; NaN below 0, -inf at 0."""
     return _call("log2", x)
 
 
 def sqrt(x: Any) -> Any:
+    """The square root of x, a float; NaN below 0."""
     return _call("sqrt", x)
 
 
 def rsqrt(x: Any) -> Any:
+    """1 over the square root of x, a float; NaN below 0, inf at 0."""
     return _call("rsqrt", x)
 
 
 def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)), a float."""
     return _call("sigmoid", x)
 
 
 def floor(x: Any) -> Any:
+    """The largest whole number that is not above x, of the kind of x."""
     return _call("floor", x)
 
 
 def abs(x: Any) -> Any:
+    """x without its sign, of the kind of x."""
     return _call("abs", x)
 
 
 def minimum(a: Any, b: Any) -> Any:
+    """The smaller of a and b: a float where one of them is, else an integer or, of two truth values, one."""
     return _call("minimum", a, b)
 
 
 def maximum(a: Any, b: Any) -> Any:
+    """The larger of a and b, of the kind that ``minimum`` gives."""
     return _call("maximum", a, b)

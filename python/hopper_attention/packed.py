@@ -119,6 +119,9 @@ def flash_attn_qkvpacked_func(
 
     Returns:
         As :func:`flash_attn_func`. The gradient of qkv comes in one tensor.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as there, and for a qkv that is none of the above.
     """
     q, k, v = _unpack_qkv(qkv, num_heads_q)
     return flash_attn_func(
@@ -251,6 +254,9 @@ def flash_attn_kvpacked_func(
 
     Returns:
         As :func:`flash_attn_func`. The gradient of kv comes in one tensor.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as there, and for a kv that is none of the above.
     """
     checks.check_are_tensors(q=q, kv=kv)
     if kv.dim() != 5 or kv.shape[2] != 2:

@@ -119,6 +119,30 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def check_no_tangent(what: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise NotImplementedError where forward mode is to differentiate a call on these, which an operator that knows no
+    tangents would take for constants. ``what`` is the call, in words.
+
+    One function, as torch.compile would trace another for itself, and what it traces has no tangents.
+    """
+    if forward_ad._current_level < 0:
+        return
+    functorch = torch._C._functorch
+    for x in tensors:
+        is_found = torch.compiler.is_compiling()
+        while x is not None and not is_found:
+            is_wrapped, is_batch = _is_functorch(x), functorch.is_batchedtensor(x)
+            # Of a transform outside of the innermost, the tangent cannot be asked for.
+            is_outer = is_wrapped and functorch.maybe_get_level(x) != functorch.maybe_current_level()
+            is_found = not is_batch and (is_outer or forward_ad.unpack_dual(x).tangent is not None)
+            x = functorch.get_unwrapped(x) if is_wrapped else None
+        if is_found:
+            raise NotImplementedError(
+                f"forward-mode derivatives of {what} (torch.func.jvp, jacfwd and hessian, dual tensors) are not "
+                "implemented; use hopper_attention.reference.attention_naive, which torch differentiates in every mode"
+            )
+
+
 def needs_gradient(*tensors: Tensor) -> bool:
     """Whether autograd records a call with these tensors."""
     if torch.is_grad_enabled():

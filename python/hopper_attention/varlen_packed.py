@@ -127,6 +127,9 @@ def flash_attn_varlen_qkvpacked_func(
 
     Returns:
         As :func:`flash_attn_varlen_func`. The gradient of qkv comes in one tensor.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as there, and for a qkv that is none of the above.
     """
     q, k, v = _unpack_qkv(qkv, num_heads_q)
     checks.check_are_tensors(cu_seqlens=cu_seqlens)
@@ -276,6 +279,9 @@ def flash_attn_varlen_kvpacked_func(
 
     Returns:
         As :func:`flash_attn_varlen_func`. The gradient of kv comes in one tensor.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as there, and for a kv that is none of the above.
     """
     checks.check_are_tensors(q=q, kv=kv)
     if kv.dim() != 4 or kv.shape[1] != 2:

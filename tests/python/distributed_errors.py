@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import save_on_cpu
 
-from hopper_attention.distributed import context_parallel_attention
+from hopper_attention.distributed import context_parallel_attention, sequence_positions, unshard_sequence
 from hopper_attention.quantized import Fp8Quantization
 from tests.python.distributed_ranks import DTYPE, error_of, groups
 
@@ -55,6 +55,57 @@ def disagree(about: str, ranks: int = 2) -> str:
     options = {"method": "ring"} | options
     with save_on_cpu() if about == "hooks" and odd else nullcontext():
         return error_of(lambda: context_parallel_attention(x, x, x, groups()[ranks], **options))
+
+
+def put_together(about: str) -> str:
+    """What a rank is told where the parts of a sequence do not fit together, or the last rank asks for attention."""
+    odd = dist.get_rank() == 1
+    x, group = torch.zeros(2, 8, 3), groups()[2]
+    if odd and about == "attention":
+        q = torch.zeros(1, 20, 2, 16, dtype=DTYPE)
+        return error_of(lambda: context_parallel_attention(q, q, q, group, method="ring"))
+    parts = {"shape": x[:, :4], "dtype": x.long()}
+    layout = "contiguous" if odd and about == "layout" else "zigzag"
+    part = parts.get(about, x) if odd else x
+    return error_of(
+        lambda: unshard_sequence(part, group, layout=layout, dim=2 if about == "attention" else 1)
+    )
+
+
+def mistaken_sequences() -> list[str]:
+    """What is said of arguments that are not allowed, before anything is sent."""
+    x, group = torch.zeros(2, 8, 3), groups()[2]
+    calls: list[Callable[[], Any]] = [
+        lambda: unshard_sequence(None, group),
+        lambda: unshard_sequence(x, group, dim=3),
+        lambda: unshard_sequence(x, group, layout="rows"),
+        lambda: unshard_sequence(x, 3),
+        lambda: sequence_positions("8", group),
+        lambda: sequence_positions(-4, group),
+    ]
+    return [error_of(call) for call in calls]
+
+
+def mistaken_options() -> list[str]:
+    """The same of options of attention."""
+    x, group = torch.zeros(1, 8, 2, 16, dtype=DTYPE), groups()[2]
+    given: list[dict[str, Any]] = [
+        {"timeout": "3"},
+        {"timeout": float("inf")},
+        {"timeout": True},
+        {"sinks": [0.0, 0.0]},
+        {"mesh": [group]},
+        {"cu_seqlens": [0, 7.6]},
+        {"cu_seqlens": torch.tensor([0.0, 16.0])},
+    ]
+    return [
+        error_of(
+            lambda o=o: context_parallel_attention(
+                *[x[0] if "cu_seqlens" in o else x] * 3, **{"mesh": group} | o
+            )
+        )
+        for o in given
+    ]
 
 
 def check_or_not(number: int) -> str:

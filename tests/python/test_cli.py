@@ -279,6 +279,11 @@ def test_bench_runs_small_shapes_anywhere(tmp_path: Path) -> None:
             "plot is 'x.txt', allowed: a file that ends with .png, .svg",
         ),
         (("info", "--json", "/dev/null/x.json"), "/dev/null"),
+        (("rmse", "--seqlen", 0, "--json", "/dev/null/x.json"), "/dev/null is no folder: '/dev/null/x.json'"),
+        (("rmse", "--seqlen", 0, "--json", "."), "a folder, allowed: a file: '.'"),
+        (("rmse", "--seqlen", 0, "--plot", "/dev/null/x.svg"), "/dev/null is no folder"),
+        (("rmse", "--heads", 10**20), "allowed: up to 2**40 elements"),
+        (("rmse", "--lengths", "1,99999999999999999999"), "allowed: up to 2**40 elements"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple, message: str) -> None:
@@ -288,6 +293,39 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: tuple, message: str) -
     assert len(errors) == 1 and message in errors[0]
     assert result.stderr.splitlines()[-1] == errors[0]
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+    ],
+)
+def test_too_little_memory_is_one_line_and_exit_code_2(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_it(*given: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hopper_attention.experiments.rmse.run.run_rmse", raise_it)
+    result = call("rmse", "--seqlen", 16, "--head-dim", 16, "--device", "cpu")
+    assert result.exit_code == 2 and result.stderr.splitlines()[-1].startswith(
+        "error: this needs more memory"
+    )
+    assert "Traceback" not in result.output
+    monkeypatch.setattr("hopper_attention.experiments.rmse.run.run_rmse", lambda *given, **options: 1 / 0)
+    assert isinstance(call("rmse", "--device", "cpu").exception, ZeroDivisionError)
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    result = call("rmse", "--seqlen", 0, "--json", tmp_path / "sub" / "x.json")
+    assert result.exit_code == 2 and "cannot be written to" in result.stderr
 
 
 @pytest.mark.parametrize("arguments", [("rmse", "--dtype", "float8"), ("rmse", "--seqlen", "x"), ("fly",)])

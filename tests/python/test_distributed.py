@@ -315,6 +315,56 @@ def test_sequences_are_cut_and_put_together(pool: Pool, ranks: int | str, layout
     assert all(pool(members(ranks), "round_trip", ranks, layout))
 
 
+@pytest.mark.parametrize(
+    ("about", "name", "of_ranks"),
+    [
+        ("shape", "shape of x", ("[2, 8, 3]", "[2, 4, 3]")),
+        ("dtype", "dtype of x", ("'torch.float32'", "'torch.int64'")),
+        ("layout", "layout", ("'zigzag'", "'contiguous'")),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_told_to_all_ranks(
+    pool: Pool, about: str, name: str, of_ranks: tuple[str, str]
+) -> None:
+    """Gloo ends the process where lengths differ, and NCCL waits."""
+    here, there = of_ranks
+    first, second = pool(2, "distributed_errors.put_together", about)
+    assert first.startswith(f"DisagreementError: {name} is {here} on rank 0 and {there} on rank 1, allowed")
+    assert second.startswith(f"DisagreementError: {name} is {there} on rank 1 and {here} on rank 0, allowed")
+
+
+def test_a_sequence_put_together_where_another_rank_attends(pool: Pool) -> None:
+    first, second = pool(2, "distributed_errors.put_together", "attention")
+    assert first.startswith("DisagreementError: call is 'unshard_sequence' on rank 0 and None on rank 1")
+    assert second.startswith("DisagreementError: ") and "and None on rank 0" in second
+
+
+def test_arguments_of_sequences_are_checked_before_anything_is_sent(pool: Pool) -> None:
+    for told in pool(2, "distributed_errors.mistaken_sequences"):
+        assert [message.partition(", allowed")[0] for message in told] == [
+            "TypeError: x is a NoneType",
+            "ValueError: dim is 3",
+            "ValueError: layout is 'rows'",
+            "TypeError: mesh is a int, 3",
+            "TypeError: seqlen is a str, '8'",
+            "ValueError: seqlen is -4",
+        ]
+
+
+def test_options_are_checked_by_name(pool: Pool) -> None:
+    for told in pool(2, "distributed_errors.mistaken_options"):
+        assert [message.partition(", allowed")[0] for message in told] == [
+            "TypeError: timeout is a str, '3'",
+            "ValueError: timeout is inf",
+            "TypeError: timeout is a bool, True",
+            "TypeError: sinks is a list",
+            told[4].partition(", allowed")[0],
+            "TypeError: cu_seqlens has 7.6, a float",
+            "TypeError: cu_seqlens has 0.0, a float",
+        ]
+        assert told[4].startswith("TypeError: mesh is a list, [")
+
+
 def test_ranks_that_disagree_are_told_who_and_in_what(pool: Pool) -> None:
     first, second = pool(2, "distributed_errors.disagree", "shape")
     assert first.startswith(

@@ -159,6 +159,23 @@ def test_each_row_of_q_has_a_scale_unless_told_otherwise():
     assert by_head.q.block == 50 and by_head.q.scale.shape == (2, 4, 1)
 
 
+@pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
+def test_numbers_down_to_the_limit_keep_their_digits(granularity):
+    """docs/limits.md: a power of two changes scales alone down to 2^-70, and from 2^-90 on there is nothing left."""
+    c = Fp8Quantization(granularity=granularity)
+    q, k, v = (x.bfloat16() for x in draw())
+    v = v / v.abs().max()
+    unit = quantize_qkv(q, k, v, quantization=c)
+    for power in (-70, -40, 60, 100):
+        parts = quantize_qkv(q, k, v * 2.0**power, quantization=c)
+        assert torch.equal(parts.v.scale, unit.v.scale * 2.0**power)
+        assert (parts.v.data.float() - unit.v.data.float()).abs().max() <= 32
+    lost = quantize_qkv(q * 2.0**-96, k * 2.0**-96, v * 2.0**-92, quantization=c)
+    assert all(
+        not part.data.float().any() and (part.scale == MIN_SCALE).all() for part in (lost.q, lost.k, lost.v)
+    )
+
+
 @pytest.mark.parametrize("rotate", [False, True])
 def test_what_is_no_number_concerns_its_row_of_q_alone(rotate):
     q, k, v = draw()

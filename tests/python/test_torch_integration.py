@@ -29,6 +29,11 @@ def draw(heads: int = 4, seqlen: int = 12, head_dim: int = 16, dtype: torch.dtyp
         ({"q": draw(head_dim=12), "k": draw(2, head_dim=12), "v": draw(2, head_dim=12)}, "head dimensions"),
         ({"v": draw(2, head_dim=24)}, "head dimensions"),
         ({"q": draw(seqlen=0)}, "no score"),
+        ({"scale": -0.25}, "scale is -0.25"),
+        ({"scale": 0.0, "is_causal": True}, "scale is 0.0"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": 1e6}, "scale is"),
+        ({"scale": 0.25}, "cpu is not an NVIDIA GPU"),
         ({}, "cpu is not an NVIDIA GPU"),
     ],
 )
@@ -114,7 +119,12 @@ def test_the_rest_goes_to_the_kernel_that_was_there(on_cpu: Any) -> None:
     assert kernels.forward(None, q, q, q, 0.5, scale=0.2) == (7,)
     assert calls[-1][3:] == (0.5, False, False, {"scale": 0.2})
     assert kernels.forward(None, q, q, q, return_debug_mask=True) == (7,)
+    for scale in (-0.2, 0.0):
+        assert kernels.forward(None, q, q, q, 0.0, True, scale=scale) == (7,)
+        assert calls[-1][3:] == (0.0, True, False, {"scale": scale})
+        rest = q, q, q, q, q, q, None, None, 12, 12, 0.0, True, q, q
+        assert kernels.backward(None, *rest, scale=scale) == (7,)
     rest = q, q, q, q, q, q, None, None, 12, 12, 0.5, False, q, q
-    assert kernels.backward(None, *rest) == (7,) and len(calls) == 3
+    assert kernels.backward(None, *rest) == (7,) and len(calls) == 7
     with pytest.raises(NotImplementedError, match="built without FlashAttention"):
         flash(q, q, q, 0.5)

@@ -13,9 +13,11 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 
 from hopper_attention import (
     Fp8Quantization,
+    flash_attn_combine,
     flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_quantized_func,
+    flash_attn_with_kvcache,
     quantize_qkv,
 )
 from hopper_attention.reference import attention_naive
@@ -257,3 +259,51 @@ def test_quantization_has_no_gradient() -> None:
     parts.q.scale.requires_grad_()
     with refused:
         flash_attn_quantized_func(parts).sum().backward()
+
+
+def on_a_cache(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attn_with_kvcache(q, k, v, causal=True)
+
+
+def appended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    caches = torch.zeros(2, 1, 9, 2, 16, dtype=q.dtype)
+    return flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=0)
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of q as the outputs of two parts and the first columns of k as their LSEs."""
+    return flash_attn_combine(
+        q.float()[None].repeat(2, 1, 1, 1, 1), k.float()[None, ..., 0].repeat(2, 1, 1, 1)
+    )[0]
+
+
+@pytest.mark.parametrize("call", [on_a_cache, appended, merged])
+@pytest.mark.parametrize("which", [0, 1])
+def test_forward_mode_is_refused_where_there_is_no_gradient_at_all(call: Attention, which: int) -> None:
+    """Operators that know no tangents took these for constants: the derivative was 0."""
+    g = torch.Generator().manual_seed(3)
+    given = [torch.randn(1, 9, 2, 16, generator=g).bfloat16() for _ in range(3)]
+
+    def of(x: Tensor) -> Tensor:
+        return call(*given[:which], x, *given[which + 1 :])
+
+    x = given[which]
+    refused = partial(
+        pytest.raises, NotImplementedError, match=r"^forward-mode derivatives of (att|mer).*attention_naive"
+    )
+    with refused():
+        jvp(of, (x,), (x,))
+    with refused():
+        jacfwd(of)(x)
+    with refused():
+        jvp(lambda y: grad(lambda z: (z * of(y)).sum())(x.float()), (x,), (x,))
+    with refused(), forward_ad.dual_level():
+        of(forward_ad.make_dual(x, x))
+    with refused(), forward_ad.dual_level():
+        torch.compile(of, backend="eager")(forward_ad.make_dual(x, x))
+    expected = of(x)
+    value, tangent = jvp(lambda y: y.sum() + of(x), (x,), (x,))
+    assert torch.equal(value, x.sum() + expected)
+    assert torch.equal(tangent, x.sum().expand_as(tangent))
+    with forward_ad.dual_level():
+        assert torch.equal(of(x), expected)

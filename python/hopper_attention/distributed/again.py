@@ -59,7 +59,9 @@ def _group_of(mesh: Mesh) -> dist.ProcessGroup | None:
     """The ranks, if they are a single group."""
     if isinstance(mesh, DeviceMesh):
         return mesh.get_group() if mesh.ndim == 1 else None
-    return dist.group.WORLD if mesh is None else mesh
+    if mesh is None:
+        return dist.group.WORLD
+    return mesh if isinstance(mesh, dist.ProcessGroup) else None
 
 
 def find(key: Key, q: Tensor, k: Tensor, v: Tensor) -> LikeCall | None:

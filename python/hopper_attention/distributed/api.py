@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from hopper_attention import checks
 from hopper_attention.api import Window, flash_attn_func
@@ -49,10 +50,6 @@ from hopper_attention.distributed.wire import ring_forward_fp8
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.quantized import Fp8Quantization
 from hopper_attention.varlen import flash_attn_varlen_func
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 PASSES = {RING: Passes(ring_forward, ring_backward), ALL_GATHER: Passes(gather_forward, gather_backward)}
 """By method, of those that keep rows of Q where they are."""

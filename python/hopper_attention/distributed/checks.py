@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hopper_attention.checks import python_int
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.store import tell, tell_each_other
 
@@ -29,12 +30,16 @@ def read_documents(cu_seqlens: Tensor | Sequence[int] | None, seqlen: int) -> tu
     """Where documents begin and the last ends, as ints; empty for none. A tensor on a GPU is waited for.
 
     Raises:
+        TypeError: one is no whole number.
         ValueError: they do not begin at 0, fall, or end behind ``seqlen``.
     """
     if cu_seqlens is None:
         return ()
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    starts = tuple(int(value) for value in values)
+    starts = tuple(python_int(value) for value in values)
+    for value in starts:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"cu_seqlens has {value!r}, a {type(value).__name__}, allowed: ints")
     if len(starts) < 2 or starts[0] != 0:
         raise ValueError(f"cu_seqlens is {_short(starts)}, allowed: 0 and then the end of each document")
     if any(b < a for a, b in pairwise(starts)):
@@ -73,8 +78,15 @@ def note_agreement(ranks: Ranks) -> None:
     _known_to(ranks.group)
 
 
-def check_agreement(ranks: Ranks, said: dict[str, Any], check: str, device: torch.device) -> None:
+def check_agreement(
+    ranks: Ranks,
+    said: dict[str, Any],
+    check: str,
+    device: torch.device,
+    doing: str = "call attention with new shapes or options",
+) -> None:
     """Raise unless all ranks of a group call with the same values of what ``said`` names, and with the same ``check``.
+    ``doing`` is what a rank that does not come should have done, for the error.
 
     Ranks tell each other through the store of the group, once for each new set of values: nothing is launched, and no
     GPU is waited for. Later calls with the same values cost a look-up. A rank that is not to check tells the others
@@ -92,13 +104,15 @@ def check_agreement(ranks: Ranks, said: dict[str, Any], check: str, device: torc
         tell(ranks, said)
         known.told.add(signature)
         return
-    told = tell_each_other(ranks, said, "call attention with new shapes or options")
+    told = tell_each_other(ranks, said, doing)
     mine = json.loads(json.dumps(said))
     for rank, theirs in enumerate(told):
         for name in mine:
-            if mine[name] != theirs[name]:
+            # Who makes a call of another kind does not say this.
+            other = theirs.get(name)
+            if mine[name] != other:
                 raise DisagreementError(
-                    f"{name} is {mine[name]!r} on {ranks.name(ranks.rank)} and {theirs[name]!r} on {ranks.name(rank)}, "
+                    f"{name} is {mine[name]!r} on {ranks.name(ranks.rank)} and {other!r} on {ranks.name(rank)}, "
                     "allowed: the same on all ranks of a group"
                 )
     if not known.agreed and device.type == "cuda":

@@ -59,8 +59,12 @@ def spans_of(rank: int, world: int, seqlen: int, layout: str) -> tuple[Span, ...
     return tuple(Span(i * chunk, (i + 1) * chunk) for i in chunk_numbers(rank, world, layout))
 
 
-def _length(x: Tensor, dim: int) -> int:
-    """Of the sequence, which is dimension ``dim``."""
+def length_of(x: Tensor, dim: int) -> int:
+    """That of the sequence, which is dimension ``dim``.
+
+    Raises:
+        ValueError, TypeError: x is no tensor, or has no such dimension.
+    """
     check_are_tensors(x=x)
     if not -x.dim() <= check_count("dim", dim, -x.dim()) < x.dim():
         raise ValueError(f"dim is {dim}, allowed with x of shape {tuple(x.shape)}: below {x.dim()}")
@@ -69,13 +73,13 @@ def _length(x: Tensor, dim: int) -> int:
 
 def shard(x: Tensor, rank: int, world: int, layout: str, dim: int = 1) -> Tensor:
     """The part of a rank of a whole tensor, whose dimension ``dim`` is the sequence; a view where it can be."""
-    spans = spans_of(rank, world, _length(x, dim), layout)
+    spans = spans_of(rank, world, length_of(x, dim), layout)
     return join([x.narrow(dim, span.start, span.stop - span.start) for span in spans], dim)
 
 
 def unshard(x: Tensor, world: int, layout: str, dim: int = 1) -> Tensor:
     """The whole tensor in the order of positions, from the parts of all ranks one after another along ``dim``."""
-    chunk = check_divides(_length(x, dim), world, layout)
+    chunk = check_divides(length_of(x, dim), world, layout)
     if world == 1 or layout == CONTIGUOUS:
         return x
     held = [number for rank in range(world) for number in chunk_numbers(rank, world, layout)]

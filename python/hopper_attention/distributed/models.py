@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from hopper_attention.distributed.api import ContextOptions, context_parallel_attention
 from hopper_attention.distributed.auto import AUTO
 from hopper_attention.distributed.request import Mesh
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 AttentionFunction = Callable[..., tuple[Tensor, None]]
 

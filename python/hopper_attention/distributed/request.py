@@ -32,6 +32,9 @@ from hopper_attention.scores import Scores, check_scores
 LEAST = "least"
 MEMORIES = AUTO, LEAST
 
+LONGEST_TIMEOUT_S = 1e9
+"""Thirty years, which clocks still count."""
+
 Mesh = dist.ProcessGroup | DeviceMesh | None
 """A group, a mesh of one dimension, one of two (ring, ulysses), or None for all ranks."""
 
@@ -62,17 +65,20 @@ class Options:
             ("check", self.check, CHECKS),
             ("memory", self.memory, MEMORIES),
         )
-        for name, value, allowed in given:
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(repr, allowed))}")
+        for name, value, words in given:
+            if value not in words:
+                raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(repr, words))}")
         check_layout(self.layout)
         for name in ("causal", "deterministic"):
             checks.check_flag(name, getattr(self, name))
         checks.check_softcap(self.softcap)
         checks.check_sm_margin(self.sm_margin)
         checks.check_backend(self.backend)
-        if not self.timeout >= 0:
-            raise ValueError(f"timeout is {self.timeout}, allowed: seconds, or 0 for that of the group")
+        if not checks.is_number(self.timeout):
+            raise TypeError(f"timeout is a {type(self.timeout).__name__}, {self.timeout!r}, allowed: seconds")
+        if not 0 <= self.timeout <= LONGEST_TIMEOUT_S:
+            allowed = f"seconds, or 0 for that of the group; up to {LONGEST_TIMEOUT_S:.0e}"
+            raise ValueError(f"timeout is {self.timeout}, allowed: {allowed}")
         if self.quantization is not None:
             check_quantization(self.quantization)
 
@@ -84,7 +90,18 @@ class Options:
 
 
 def groups_of(mesh: Mesh, timeout: float) -> tuple[Ranks, ...]:
-    """The ranks of a group, or of the two dimensions of a mesh: ring, then ulysses."""
+    """The ranks of a group, or of the two dimensions of a mesh: ring, then ulysses.
+
+    Raises:
+        TypeError: it is neither, nor None.
+        ValueError: the mesh has more dimensions, or this rank is not of the group.
+    """
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("mesh is a group without this rank, allowed: one that it is of")
+    if not isinstance(mesh, (DeviceMesh, dist.ProcessGroup, type(None))):
+        raise TypeError(
+            f"mesh is a {type(mesh).__name__}, {mesh!r}, allowed: a ProcessGroup, a DeviceMesh or None"
+        )
     if not isinstance(mesh, DeviceMesh):
         return (Ranks.of(mesh, timeout),)
     if mesh.ndim not in (1, 2):
@@ -129,6 +146,8 @@ def make_request(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: Me
             "16-bit tensors travel and are attended to in e4m3"
         )
     scale = q.shape[3] ** -0.5 if o.softmax_scale is None else checks.check_scale(o.softmax_scale)
+    if sinks is not None:
+        checks.check_are_tensors(sinks=sinks)
     check_scores(Scores.of(o.softcap, None, sinks), q.shape[0], q.shape[2], q.dtype, q.device)
     ring, *inner = groups_of(mesh, o.timeout)
     if (o.method == MESH) != bool(inner) and o.method != AUTO:

@@ -9,8 +9,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from hopper_attention.checks import check_count
+from hopper_attention.distributed.checks import FIRST, check_agreement
 from hopper_attention.distributed.exchange import Ranks, all_gather
-from hopper_attention.distributed.layout import CONTIGUOUS, ZIGZAG, positions_of, shard, unshard
+from hopper_attention.distributed.layout import (
+    CONTIGUOUS,
+    ZIGZAG,
+    check_layout,
+    length_of,
+    positions_of,
+    shard,
+    unshard,
+)
 from hopper_attention.distributed.request import Mesh, groups_of
 
 Local = tuple[Tensor, Tensor, Tensor]
@@ -59,8 +69,17 @@ def shard_sequence(x: Tensor, mesh: Mesh = None, *, layout: str = ZIGZAG, dim: i
     equal parts, one after the other, of what falls to it. Everything that goes by position has to be cut so: tokens,
     labels, positions.
 
+    Args:
+        x: of any shape and dtype, the same on all ranks.
+        mesh: as for :func:`context_parallel_attention`.
+        layout: "zigzag" or "contiguous".
+        dim: the dimension that is the sequence; a negative one counts from the last.
+
+    Returns:
+        x with its dimension ``dim`` over the number of ranks, contiguous.
+
     Raises:
-        ValueError: the length does not divide.
+        ValueError, TypeError: the length does not divide, or an argument is not allowed.
     """
     ring, *inner = groups_of(mesh, 0.0)
     part = shard(x, ring.rank, ring.size, layout, dim)
@@ -70,14 +89,29 @@ def shard_sequence(x: Tensor, mesh: Mesh = None, *, layout: str = ZIGZAG, dim: i
 
 
 def unshard_sequence(x: Tensor, mesh: Mesh = None, *, layout: str = ZIGZAG, dim: int = 1) -> Tensor:
-    """The whole tensor on every rank, from the parts of all; not differentiable."""
+    """The whole tensor on every rank, from the parts of all; not differentiable.
+
+    Args:
+        x: the part of this rank, as ``shard_sequence`` gives it, of one shape and dtype on all ranks.
+        mesh, layout, dim: as there.
+
+    Raises:
+        ValueError, TypeError: an argument is not allowed, or the parts are none of the layout.
+        DisagreementError, PeerError: ranks call with other shapes or arguments, or not at all; found at the first call
+            with these.
+    """
     ring, *inner = groups_of(mesh, 0.0)
+    length_of(x, dim)
+    check_layout(layout)
     for ranks in inner:
-        x = unshard(_gather(ranks, x, dim), ranks.size, CONTIGUOUS, dim)
-    return unshard(_gather(ring, x, dim), ring.size, layout, dim)
+        x = unshard(_gather(ranks, x, dim, layout), ranks.size, CONTIGUOUS, dim)
+    return unshard(_gather(ring, x, dim, layout), ring.size, layout, dim)
 
 
-def _gather(ranks: Ranks, x: Tensor, dim: int) -> Tensor:
+def _gather(ranks: Ranks, x: Tensor, dim: int, layout: str) -> Tensor:
+    said: dict[str, Any] = {"call": "unshard_sequence", "shape of x": tuple(x.shape)}
+    said |= {"dtype of x": str(x.dtype), "dim": dim, "layout": layout}
+    check_agreement(ranks, said, FIRST, x.device, "put a sequence together")
     gathered, transfer = all_gather(ranks, x.detach().contiguous(), "a sequence")
     transfer.wait()
     return torch.cat(gathered.unbind(0), dim)
@@ -86,7 +120,20 @@ def _gather(ranks: Ranks, x: Tensor, dim: int) -> Tensor:
 def sequence_positions(
     seqlen: int, mesh: Mesh = None, *, layout: str = ZIGZAG, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """int64: the positions in the whole sequence of the rows that this rank holds, for rotary embeddings."""
+    """The positions in the whole sequence of the rows that this rank holds, for rotary embeddings.
+
+    Args:
+        seqlen: rows of the whole sequence.
+        mesh, layout: as for :func:`shard_sequence`.
+        device: of the result.
+
+    Returns:
+        int64 (seqlen / ranks,), in the order of the rows.
+
+    Raises:
+        ValueError, TypeError: the length does not divide, or an argument is not allowed.
+    """
+    seqlen = check_count("seqlen", seqlen, 0)
     ring, *inner = groups_of(mesh, 0.0)
     positions = positions_of(ring.rank, ring.size, seqlen, layout, device)
     for ranks in inner:

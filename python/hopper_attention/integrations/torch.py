@@ -19,7 +19,7 @@ from torch.nn import attention
 from cute_kernels.problem import MAX_HEAD_DIM
 from hopper_attention.backends import KERNELS, choose_backend, target_of
 from hopper_attention.backward_rules import BackwardProblem
-from hopper_attention.checks import HALF_DTYPES, HEAD_DIM_STEP
+from hopper_attention.checks import HALF_DTYPES, HEAD_DIM_STEP, LARGEST_SCALE, SMALLEST_SCALE
 from hopper_attention.launch.backward import find_choice
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.gradients import differentiate
@@ -38,12 +38,15 @@ NO_GET_KERNEL = (
 )
 
 
-def why_not_kernel(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool) -> str:
+def why_not_kernel(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None = None
+) -> str:
     """What keeps the kernels from a call of torch's FlashAttention; empty if nothing does.
 
     Args:
         q: (batch, heads, seqlen_q, head_dim); k and v (batch, kv_heads, seqlen_k, head_dim).
-        dropout_p, is_causal: as of ``scaled_dot_product_attention``, whose causal mask is aligned top-left.
+        dropout_p, is_causal, scale: as of ``scaled_dot_product_attention``, whose causal mask is aligned top-left and
+            whose scale may be 0 or less, where the largest product is no longer the largest score.
     """
     (_, heads, seqlen_q, head_dim), (_, kv_heads, seqlen_k, _) = q.shape, k.shape
     if q.dtype not in HALF_DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -52,6 +55,8 @@ def why_not_kernel(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal:
         return "there is dropout, whose mask is to be that of torch"
     if is_causal and seqlen_q != seqlen_k:
         return "a causal mask of more keys than queries is aligned top-left in torch"
+    if scale is not None and not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        return f"the scale is {scale}"
     if head_dim % HEAD_DIM_STEP or not 0 < head_dim <= MAX_HEAD_DIM or v.shape[3] != head_dim:
         return f"the head dimensions are {head_dim} and {v.shape[3]}"
     if 0 in (*q.shape, *k.shape) or heads % kv_heads:
@@ -90,7 +95,7 @@ class FlashKernels:
     ) -> tuple[Any, ...]:
         """``_scaled_dot_product_flash_attention``: out like query, lse (batch, heads, seqlen_q) and seven more,
         which say nothing without dropout and packed sequences."""
-        if return_debug_mask or why_not_kernel(query, key, value, dropout_p, is_causal):
+        if return_debug_mask or why_not_kernel(query, key, value, dropout_p, is_causal, scale):
             given = query, key, value, dropout_p, is_causal, return_debug_mask
             return _call_before(self.forward_before, keys, *given, scale=scale)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -123,7 +128,7 @@ class FlashKernels:
 
         LSE and output mean the same to torch's kernel, so either backward pass fits either forward pass.
         """
-        if why_not_kernel(query, key, value, dropout_p, is_causal) or not has_backward_kernel(
+        if why_not_kernel(query, key, value, dropout_p, is_causal, scale) or not has_backward_kernel(
             query, key, value, is_causal
         ):
             tensors = grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k
@@ -213,8 +218,8 @@ def activate() -> Activation:
     """Have ``scaled_dot_product_attention`` on a GPU run on this package's kernels where they serve.
 
     They serve float16 and bfloat16 on the GPUs that they are for, of one head_dim up to 256, with GQA, with no mask or
-    ``is_causal`` of as many queries as keys, and without dropout. Calls with a mask or dropout, and all other devices,
-    run as they did. Active twice is active once.
+    ``is_causal`` of as many queries as keys, a scale from 1e-37 to 1e5, and without dropout. Calls with a mask or
+    dropout, and all other devices, run as they did. Active twice is active once.
 
     Returns:
         what undoes it at the end of a ``with`` statement; outside of one, :func:`deactivate` does.

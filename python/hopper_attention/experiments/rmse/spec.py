@@ -25,6 +25,10 @@ MAX_SIGMAS = 6.5
 """No draw of this size is expected to hold a normal number so many standard deviations out."""
 
 
+MOST_ELEMENTS = 2**40
+"""Of an input: more than any machine holds, and few enough for torch to count their bytes."""
+
+
 @dataclass(frozen=True)
 class RmseExperiment:
     """What to measure. Validated when made; the same spec gives the same inputs on every device.
@@ -51,6 +55,9 @@ class RmseExperiment:
                 raise ValueError(f"{name} is {getattr(self, name)}, allowed: 1 or more")
         if self.head_dim % 8 or not 8 <= self.head_dim <= 256:
             raise ValueError(f"head_dim is {self.head_dim}, allowed: multiples of 8 from 8 to 256")
+        shape = self.batch, self.seqlen, self.heads, self.head_dim
+        if math.prod(shape) > MOST_ELEMENTS:
+            raise ValueError(f"shape of the inputs is {shape}, allowed: up to 2**40 elements")
         if not 0 <= self.queries <= self.seqlen:
             raise ValueError(f"queries is {self.queries}, allowed: 0 (all) to seqlen, {self.seqlen}")
         if self.dtype not in DTYPES:
