@@ -160,6 +160,11 @@ def test_configs_in_clusters_are_those_of_calls(case: CacheCase, given: dict[str
         ((32, 8), 1, {"lengths": (9, 9)}, {}, 128),
         ((32, 8), 1, {}, {"cache_dtype": FP8}, 128),
         ((32, 8), 1, {"page_size": 16}, {}, 64),
+        ((8, 2), 1, {"page_size": 16, "capacity": 65520}, {}, 64),
+        ((8, 2), 1, {"page_size": 16, "capacity": 65536}, {}, 128),
+        ((8, 2), 1, {"page_size": 64, "capacity": 65536}, {}, 128),
+        ((8, 2), 1, {"page_size": 256, "capacity": 65536}, {}, 64),
+        ((8, 2), 1, {"capacity": 65536}, {}, 64),
     ],
     ids=str,
 )
