@@ -105,6 +105,7 @@ def fake_rmse() -> dict[str, object]:
         row("fp8-per-tensor", 2.4e-2, "FP8", 2.4e-2),
         row("fp8-both", 9.0e-3, "FP8", 9.1e-3),
         row("fp8-two-level", 8.9e-3, "FP8"),
+        row("fp8-smooth-v", 9.05e-3, "FP8"),
         row("fp8-float64", 8.8e-3, "emulation"),
         row("fa3-fp8-head-rotated", 9.2e-3, "peers"),
     )
@@ -130,6 +131,9 @@ def test_the_readme_has_the_papers_rows_and_the_other_libraries() -> None:
     assert cells_of(text, "label of fa3-fp8-head-rotated")[:3] == ["9.20e-03", "1e-04", "–"]
     assert "fp8-two-level" not in text and "fp8-float64" not in text
     assert "N(0, 1) + N(0, 100) · Bernoulli(0.001)" in text and "**2.7 times**" in text
+    assert (
+        "The default takes the mean out of V too: 9.05e-03." in text and "label of fp8-smooth-v" not in text
+    )
 
 
 def test_the_page_has_every_row_the_promises_and_the_sweeps() -> None:
@@ -142,7 +146,7 @@ def test_the_page_has_every_row_the_promises_and_the_sweeps() -> None:
     assert dump_figures({"page": text})
 
 
-@pytest.mark.parametrize("missing", ["fp8-both", "fp8-per-tensor"])
+@pytest.mark.parametrize("missing", ["fp8-both", "fp8-per-tensor", "fp8-smooth-v"])
 def test_a_report_without_our_rows_says_so(missing: str) -> None:
     rmse = fake_rmse()
     rows = rmse["fp8"]["rows"]  # type: ignore[index]  # a report as JSON: dictionaries of anything
