@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hopper_attention.experiments.ablation.results import AblationReport, Won
+from hopper_attention.experiments.ablation.render import render_readme as render_ablation_readme
+from hopper_attention.experiments.ablation.results import AblationReport, Elapsed, Won
 from hopper_attention.experiments.bench.results import Failed, ForwardReport, Measured, Sustained
 from hopper_attention.experiments.bench.spec import ABLATION
 from hopper_attention.experiments.readme import render_speed, render_two_figures
@@ -91,6 +92,14 @@ def test_no_explanation_where_a_figure_or_a_clock_is_missing() -> None:
     forward = fake_forward()
     grid_only = replace(forward, cells=tuple(c for c in forward.cells if c.problem != ABLATION))
     assert render_two_figures(grid_only, fake_ablation()) == ""
+
+
+@pytest.mark.parametrize(
+    ("compiled", "words"), [(50, "compiling 50 kernels."), (0, "with all kernels compiled before.")]
+)
+def test_the_ablation_says_what_it_compiled(compiled: int, words: str) -> None:
+    report = replace(fake_ablation(), elapsed=Elapsed(17.4, compiled, {}))
+    assert f" The run took 17 s, {words}" in render_ablation_readme(report)
 
 
 def row(method: str, rmse: float, group: str, paper: float | None = None) -> RmseRow:
