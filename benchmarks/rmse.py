@@ -10,8 +10,8 @@ inputs, and on values with an offset, whose sums grow with the keys.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,22 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from hopper_attention.cli import follow
+from hopper_attention.cli_parts import progress_bar
 from hopper_attention.experiments.bench.peers import PEERS, Inputs, Peer, Setting, inspect_peers, parse_peers
-from hopper_attention.experiments.bench.run import describe_error, describe_run
+from hopper_attention.experiments.bench.run import describe_run
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.targets import rmse_targets
 from hopper_attention.experiments.bench.timing import stopwatch_for
 from hopper_attention.experiments.reports import dump_figures, write_text
+from hopper_attention.experiments.rmse.methods import METHODS, Attended, Method
+from hopper_attention.experiments.rmse.methods import PEERS as OTHERS
 from hopper_attention.experiments.rmse.run import (
+    Progress,
     RmseExperiment,
-    compute_oracle,
-    draw_problem,
+    RmseReport,
+    ignore_progress,
     report_as_data,
-    root_mean_square,
     run_rmse,
 )
 from hopper_attention.experiments.rmse.sweep import (
@@ -45,21 +49,37 @@ from hopper_attention.experiments.rmse.tables import rmse_table, sweep_table
 from hopper_attention.experiments.rmse.targets import fp8_targets, sweep_targets
 from hopper_attention.experiments.tables import target_table
 
+SWEPT = {"lengths": "outliers", "lengths_offset": "offset"}
+"""Inputs of the sweeps over the number of keys, by their name in the report."""
 
-def measure_errors(peers: list[Peer], experiment: RmseExperiment, setting: Setting) -> dict[str, Any]:
-    """Root mean square error by 16-bit peer, the mean over the seeds, or why it has none."""
-    errors: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    failures: dict[str, Any] = {}
-    for seed in range(experiment.seeds):
-        drawn = draw_problem(experiment, seed)
-        oracle = compute_oracle(drawn)
-        for peer in peers:
-            try:
-                out = run_peer(peer, Inputs(drawn.q, drawn.k, drawn.v), drawn.causal, setting)
-                errors[peer.name].append(root_mean_square(out.double() - oracle))
-            except Exception as error:  # a peer that breaks costs its own row
-                failures[peer.name] = {"failed": describe_error(error)}
-    return {name: failures.get(name) or statistics.fmean(figures) for name, figures in errors.items()}
+
+def measure(
+    peers: Sequence[Peer], experiment: RmseExperiment, setting: Setting, progress: Progress = ignore_progress
+) -> tuple[dict[str, Any], RmseReport]:
+    """Error by 16-bit peer, the mean over the seeds or why it has none, and the table; both on the same draws."""
+    rows = {peer.name: row_of(peer, setting) for peer in peers}
+    report = run_rmse(
+        experiment, progress, methods=(*rows.values(), *METHODS), fa3_library=setting.fa3_library
+    )
+    added = {method.name for method in rows.values()}
+    errors = {row.method: row.rmse for row in report.rows} | {
+        entry.method: {"failed": entry.reason.removeprefix("failed: ")} for entry in report.left_out
+    }
+    table = replace(
+        report,
+        rows=tuple(row for row in report.rows if row.method not in added),
+        left_out=tuple(entry for entry in report.left_out if entry.method not in added),
+    )
+    return {name: errors[method.name] for name, method in rows.items()}, table
+
+
+def row_of(peer: Peer, setting: Setting) -> Method:
+    """A 16-bit peer as a row; one that breaks costs that row."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Attended:
+        return Attended(run_peer(peer, Inputs(q, k, v), causal, setting), peer.title)
+
+    return Method(f"16-bit {peer.name}", peer.title, OTHERS, run)
 
 
 def run_peer(peer: Peer, inputs: Inputs, causal: bool, setting: Setting) -> Tensor:
@@ -106,29 +126,33 @@ def main(arguments: list[str]) -> int:
         seeds=options.seeds,
         device=options.device,
     )
+    with progress_bar() as bar:
+        watch = follow(bar)
+        errors, table = measure(present, experiment, setting, watch)
+        sweeps = [
+            # One head: at 131072 keys, drawing the inputs takes longer than all else.
+            run_sweep(
+                LengthSweep(replace(experiment, heads=1, distribution=name), parse_lengths(options.lengths)),
+                watch,
+            )
+            for name in SWEPT.values()
+            if options.lengths
+        ]
     figures = {
         **describe_run("rmse", infos, setting, options.commit),
         **asdict(experiment),
-        "rmse": measure_errors(present, experiment, setting),
+        "rmse": errors,
+        "fp8": report_as_data(table),
+        **{name: sweep_as_data(sweep) for name, sweep in zip(SWEPT, sweeps, strict=False)},
     }
-    for name, value in figures["rmse"].items():
+    for name, value in errors.items():
         text = f"{value:.3e}" if isinstance(value, float) else f"failed: {value['failed']}"
         console.print(f"{name:6} {text}", highlight=False, markup=False)
-    targets = rmse_targets(figures)
-
-    table = run_rmse(experiment, fa3_library=options.fa3_library)
-    figures["fp8"] = report_as_data(table)
-    targets += fp8_targets(table)
-    console.print(rmse_table(table), highlight=False)
-    if options.lengths:
-        # One head: at 131072 keys, drawing the inputs takes longer than all else.
-        one_head, lengths = replace(experiment, heads=1), parse_lengths(options.lengths)
-        sweep = run_sweep(LengthSweep(one_head, lengths))
-        offset = run_sweep(LengthSweep(replace(one_head, distribution="offset"), lengths))
-        figures["lengths"], figures["lengths_offset"] = sweep_as_data(sweep), sweep_as_data(offset)
-        targets += sweep_targets(sweep)
-        for report in (sweep, offset):
-            console.print(sweep_table(report), highlight=False)
+    for view in (rmse_table(table), *map(sweep_table, sweeps)):
+        console.print(view, highlight=False)
+    targets = (
+        rmse_targets(figures) + fp8_targets(table) + [t for sweep in sweeps[:1] for t in sweep_targets(sweep)]
+    )
     write_text(options.out, dump_figures(figures))
     if targets:
         console.print(target_table(targets))

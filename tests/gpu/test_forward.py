@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hopper_attention import explain
-from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle, draw_problem
+from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle
+from hopper_attention.experiments.rmse.spec import draw_problem
 
 pytestmark = pytest.mark.gpu
 BACKENDS = ("hopper", "ampere")

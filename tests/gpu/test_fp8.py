@@ -17,7 +17,8 @@ from hopper.forward.fp8.config import STALE_MAXIMUM, Softmax
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func
 from hopper_attention.experiments.bench.spec import parse_shapes
 from hopper_attention.experiments.families.draws import FAMILIES, Family, draw_family
-from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle, draw_problem
+from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle
+from hopper_attention.experiments.rmse.spec import draw_problem
 from hopper_attention.fp8_rules import select_config
 from hopper_attention.launch.fp8 import attend, find_fp8_launch, problem_of
 from hopper_attention.launch.transpose import transpose_values

@@ -80,6 +80,29 @@ def test_tiles_of_queries_do_not_follow_the_scales(monkeypatch):
     assert seen == [(0, 300, fp8.TILE_QUERIES)] * 2
 
 
+@pytest.mark.parametrize(
+    ("heads", "block_k", "device", "queries"),
+    [
+        (4, 128, "cpu", 128),
+        (4, 128, "cuda", 8192),
+        (3, 96, "cuda", 14_464),  # 113 times 128: 4.17 million scores
+        (4096, 128, "cuda", 128),
+    ],
+)
+def test_tiles_of_queries_are_taller_where_small_ones_wait_for_the_host(heads, block_k, device, queries):
+    assert fp8.queries_of_tile(heads, block_k, torch.device(device)) == queries
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_taller_tiles_change_roundings_alone(causal, monkeypatch):
+    parts = quantize_qkv(*draw(300, 400), quantization=Fp8Quantization(block_k=64))
+    out, lse = attention_tiled_fp8(parts, causal=causal)
+    monkeypatch.setattr(fp8, "queries_of_tile", lambda *shape: 1024)
+    tall, tall_lse = attention_tiled_fp8(parts, causal=causal)
+    assert (tall_lse - lse).abs().max().item() < 1e-5
+    assert (tall.float() - out.float()).square().mean().sqrt() < 1e-3 * out.float().square().mean().sqrt()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_output_dtype(dtype):
     parts = quantize_qkv(*draw(20, 30, dtype=dtype))

@@ -41,7 +41,17 @@ ROUNDED_P_EXPONENT = 7 + math.log2(1.285)
 """Of a largest P that is rounded by 2.7 %, which is what e4m3 rounds a value by on average (RMS)."""
 
 TILE_QUERIES = 128
-"""Queries of a tile; it changes the result by the rounding of float32 sums alone."""
+"""Queries of a tile on a CPU; it changes the result by the rounding of float32 sums alone."""
+
+TILE_SCORES = 1 << 22
+"""Scores of a tile elsewhere, over batch and heads. A GPU is done with a small tile before the next one is queued."""
+
+
+def queries_of_tile(heads: int, block_k: int, device: torch.device) -> int:
+    """Queries of a tile: ``heads`` (of the whole batch) times as many rows meet ``block_k`` keys."""
+    if device.type == "cpu":
+        return TILE_QUERIES
+    return max(1, TILE_SCORES // max(1, heads * block_k * TILE_QUERIES)) * TILE_QUERIES
 
 
 def _check_blocks(parts: QuantizedQKV, block_k: int) -> None:
@@ -93,7 +103,8 @@ def _forward(
     if shape.seqlen_k == 0:
         return unfold_heads(out, out_dtype), lse.flatten(1, 2)
 
-    for rows in spans(0, shape.seqlen_q if shape.heads else 0, TILE_QUERIES):
+    tile = queries_of_tile(shape.batch * shape.heads, block_k, q_rows.device)
+    for rows in spans(0, shape.seqlen_q if shape.heads else 0, tile):
         q_i, s_q = query_tile(q_rows, rows), query_tile(q_scale, rows)
         softmax = OnlineSoftmax(q_i)
         acc_o = q_i.new_zeros(*q_i.shape[:-1], shape.head_dim_v)
@@ -122,12 +133,12 @@ def attention_tiled_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention on e4m3 inputs, rounded where the FP8 Hopper kernel rounds (the paper's section 3.3).
 
-    Tiles are ``TILE_QUERIES`` queries, whatever of them share a scale, by ``block_k`` keys of ``parts.quantization``,
-    keys from the last tile down to the first. The scales of the rows of Q and of the tile of K multiply S, giving
-    base-2 scores x. P = exp2(x - m + p_exponent), where m is the exact running maximum of x, is rounded to e4m3. The
-    row sum is taken from the unrounded P. The product of P with a V block is multiplied by the block's scale (the
-    kernel keeps O in units of it, which is the same but for rounding); the output is rounded once. Where all of a
-    head's V has one scale, it multiplies the output instead.
+    Tiles are :func:`queries_of_tile` queries, whatever of them share a scale, by ``block_k`` keys of
+    ``parts.quantization``, keys from the last tile down to the first. The scales of the rows of Q and of the tile of K
+    multiply S, giving base-2 scores x. P = exp2(x - m + p_exponent), where m is the exact running maximum of x, is
+    rounded to e4m3. The row sum is taken from the unrounded P. The product of P with a V block is multiplied by the
+    block's scale (the kernel keeps O in units of it, which is the same but for rounding); the output is rounded once.
+    Where all of a head's V has one scale, it multiplies the output instead.
 
     With an integer ``p_exponent`` the P of the key with the largest score is a power of two and stays exact. A kernel
     that measures exponents from an older maximum rounds it like any other: ``ROUNDED_P_EXPONENT`` stands for that.

@@ -7,7 +7,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from hopper_attention.experiments.ablation.results import AblationReport, Won
+from hopper_attention.experiments.ablation.render import render_readme as render_ablation_readme
+from hopper_attention.experiments.ablation.results import AblationReport, Elapsed, Won
 from hopper_attention.experiments.bench.results import Failed, ForwardReport, Measured, Sustained
 from hopper_attention.experiments.bench.spec import ABLATION
 from hopper_attention.experiments.readme import render_speed, render_two_figures
@@ -93,6 +94,14 @@ def test_no_explanation_where_a_figure_or_a_clock_is_missing() -> None:
     assert render_two_figures(grid_only, fake_ablation()) == ""
 
 
+@pytest.mark.parametrize(
+    ("compiled", "words"), [(50, "compiling 50 kernels."), (0, "with all kernels compiled before.")]
+)
+def test_the_ablation_says_what_it_compiled(compiled: int, words: str) -> None:
+    report = replace(fake_ablation(), elapsed=Elapsed(17.4, compiled, {}))
+    assert f" The run took 17 s, {words}" in render_ablation_readme(report)
+
+
 def row(method: str, rmse: float, group: str, paper: float | None = None) -> RmseRow:
     return RmseRow(
         method, f"label of {method}", group, rmse, 1e-4, (rmse,), 0.064, paper, "Hopper kernel", 1.0
@@ -105,6 +114,7 @@ def fake_rmse() -> dict[str, object]:
         row("fp8-per-tensor", 2.4e-2, "FP8", 2.4e-2),
         row("fp8-both", 9.0e-3, "FP8", 9.1e-3),
         row("fp8-two-level", 8.9e-3, "FP8"),
+        row("fp8-smooth-v", 9.05e-3, "FP8"),
         row("fp8-float64", 8.8e-3, "emulation"),
         row("fa3-fp8-head-rotated", 9.2e-3, "peers"),
     )
@@ -130,6 +140,9 @@ def test_the_readme_has_the_papers_rows_and_the_other_libraries() -> None:
     assert cells_of(text, "label of fa3-fp8-head-rotated")[:3] == ["9.20e-03", "1e-04", "–"]
     assert "fp8-two-level" not in text and "fp8-float64" not in text
     assert "N(0, 1) + N(0, 100) · Bernoulli(0.001)" in text and "**2.7 times**" in text
+    assert (
+        "The default takes the mean out of V too: 9.05e-03." in text and "label of fp8-smooth-v" not in text
+    )
 
 
 def test_the_page_has_every_row_the_promises_and_the_sweeps() -> None:
@@ -142,7 +155,7 @@ def test_the_page_has_every_row_the_promises_and_the_sweeps() -> None:
     assert dump_figures({"page": text})
 
 
-@pytest.mark.parametrize("missing", ["fp8-both", "fp8-per-tensor"])
+@pytest.mark.parametrize("missing", ["fp8-both", "fp8-per-tensor", "fp8-smooth-v"])
 def test_a_report_without_our_rows_says_so(missing: str) -> None:
     rmse = fake_rmse()
     rows = rmse["fp8"]["rows"]  # type: ignore[index]  # a report as JSON: dictionaries of anything

@@ -81,7 +81,9 @@ def run_time(report: AblationReport) -> str:
     """How long the run took, as a sentence; empty if the report does not say."""
     if report.elapsed is None:
         return ""
-    return f" The run took {report.elapsed.seconds:.0f} s, compiling {report.elapsed.compiled} kernels."
+    compiled = report.elapsed.compiled
+    kernels = f"compiling {compiled} kernels" if compiled else "with all kernels compiled before"
+    return f" The run took {report.elapsed.seconds:.0f} s, {kernels}."
 
 
 def render_report(report: AblationReport, figure: str) -> list[str]:

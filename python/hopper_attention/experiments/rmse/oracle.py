@@ -20,25 +20,28 @@ from hopper_attention.reference.tiles import LOG2_E, Mask, Span, default_scale, 
 ORACLE_ROWS = 1024
 """Queries taken at once: a float64 score matrix of 1024 x seqlen is what the oracle holds."""
 
+EMULATED_ROWS = 1 << 14
+"""Queries that FP8 attention takes at once on a GPU, where it holds their scores of one tile of keys."""
+
 
 def oracle_steps(experiment: RmseExperiment) -> int:
     """How many pieces of Q's rows ``compute_oracle`` takes one by one."""
     return experiment.batch * experiment.heads * math.ceil(experiment.seqlen_q / ORACLE_ROWS)
 
 
-def _pieces(q: Tensor) -> Iterator[tuple[int, int, Span]]:
-    """(batch entry, head, some rows) of q (batch, seqlen_q, heads, head_dim), covering it once."""
+def _pieces(q: Tensor, rows: int) -> Iterator[tuple[int, int, Span]]:
+    """(batch entry, head, so many rows) of q (batch, seqlen_q, heads, head_dim), covering it once."""
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
-            for first in range(0, q.shape[1], ORACLE_ROWS):
-                yield b, h, Span(first, min(first + ORACLE_ROWS, q.shape[1]))
+            for first in range(0, q.shape[1], rows):
+                yield b, h, Span(first, min(first + rows, q.shape[1]))
 
 
 def compute_oracle(problem: Problem, step: Callable[[], None] = lambda: None) -> Tensor:
     """Attention in float64, ``ORACLE_ROWS`` rows of a head at a time; calls ``step`` after each piece."""
     q, k, v = problem.q, problem.k, problem.v
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    for b, h, rows in _pieces(q):
+    for b, h, rows in _pieces(q, ORACLE_ROWS):
         # The causal mask is aligned bottom-right: cut the keys off behind the piece's last row.
         keys = rows.stop + k.shape[1] - q.shape[1] if problem.causal else k.shape[1]
         piece = (slice(b, b + 1), rows.slice, slice(h, h + 1))
@@ -72,7 +75,7 @@ def attention_fp8_float64(
     scale_log2 = default_scale(softmax_scale, q.shape[3]) * LOG2_E
     group = q.shape[2] // k.shape[2]
     mask = Mask(q.shape[1], k.shape[1], causal)
-    for b, h, rows in _pieces(q):
+    for b, h, rows in _pieces(q, ORACLE_ROWS if q.device.type == "cpu" else EMULATED_ROWS):
         kv = h // group
         q_rows, keys = q[b, rows.slice, h].double() * scale_log2, k[b, :, kv].double()
         out[b, rows.slice, h] = _attend_rows(q_rows, keys, v[b, :, kv].double(), mask, rows, tile_n)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hopper_attention.experiments.bench.render import measured_at
 from hopper_attention.experiments.reports import NOTHING, RENDERED, markdown_table, page, targets_text
-from hopper_attention.experiments.rmse.methods import EMULATION
+from hopper_attention.experiments.rmse.methods import DEFAULT, EMULATION
 from hopper_attention.experiments.rmse.run import PAPER_NOTE, RmseReport, RmseRow, report_from_data
 from hopper_attention.experiments.rmse.spec import RmseExperiment, describe_heads, describe_inputs
 from hopper_attention.experiments.rmse.sweep import SweepReport, describe_sweep, sweep_from_data
@@ -63,9 +63,10 @@ def render_readme(rmse: Mapping[str, Any]) -> str:
     rows = [row for row in report.rows if row.paper is not None or row.method in README_PEERS]
     ours = report.row("fp8-both").rmse
     gain = report.row("fp8-per-tensor").rmse / ours
+    default = report.row(DEFAULT).rmse
     sentence = (
-        f"Block scales with rotation, the default, have **{gain:.1f} times** less error than one scale a tensor (the "
-        f"paper: 2.6 times). {PAPER_NOTE}"
+        f"Block scales with rotation have **{gain:.1f} times** less error than one scale a tensor (the paper: 2.6 "
+        f"times). The default takes the mean out of V too: {default:.2e}. {PAPER_NOTE}"
     )
     path = f"docs/results/{PAGE}"
     link = f"Emulations, other lengths and inputs: [{path}]({path})."

@@ -18,7 +18,7 @@ from torch import Tensor
 from hopper_attention.experiments.bench.peers import Setting
 from hopper_attention.experiments.rmse.methods import METHODS, PEERS, Attended, Method
 from hopper_attention.experiments.rmse.oracle import compute_oracle, oracle_steps
-from hopper_attention.experiments.rmse.spec import Problem, RmseExperiment, draw_problem
+from hopper_attention.experiments.rmse.spec import Problem, RmseExperiment, draw_problems
 
 PAPER_NOTE = (
     "The paper does not state the shape and normalisation of its table: its 16-bit figures compare with each "
@@ -162,8 +162,7 @@ def run_rmse(
 
     gathered = {m.name: Measurements() for m in present}
     rms_by_seed = []
-    for seed in range(experiment.seeds):
-        problem = draw_problem(experiment, seed)
+    for problem in draw_problems(experiment):
         progress(done, total, "float64 oracle")
         oracle = compute_oracle(problem, oracle_step)
         rms_by_seed.append(root_mean_square(oracle))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +23,10 @@ CHANNELS_PER_OUTLIER = 64
 
 DISTRIBUTIONS = ("outliers", "token-outliers", "channel-outliers", "heavy-tails", "offset", "normal")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+MOST_DRAWERS = 8
+DRAWN_NUMBERS = 1 << 28
+"""Numbers of the problems that are drawn at a time, at most: with what they are made of, 16 bytes each."""
 
 MAX_SIGMAS = 6.5
 """No draw of this size is expected to hold a normal number so many standard deviations out."""
@@ -170,14 +177,54 @@ def draw_problem(experiment: RmseExperiment, seed: int) -> Problem:
     Raises:
         ValueError: this machine does not have the device.
     """
+    check_device(experiment)
+    return moved(draw_on_cpu(experiment, seed), experiment.device)
+
+
+def draw_problems(experiment: RmseExperiment) -> Iterator[Problem]:
+    """What :func:`draw_problem` gives for each seed, in order. Threads draw the next ones while one is in use.
+
+    Raises:
+        ValueError: this machine does not have the device.
+    """
+    check_device(experiment)
+    ahead = drawers(experiment)
+    with ThreadPoolExecutor(ahead) as pool:
+        coming = deque(pool.submit(draw_on_cpu, experiment, seed) for seed in range(ahead))
+        for seed in range(ahead, experiment.seeds + ahead):
+            drawn = coming.popleft().result()
+            if seed < experiment.seeds:
+                coming.append(pool.submit(draw_on_cpu, experiment, seed))
+            yield moved(drawn, experiment.device)
+
+
+def drawers(experiment: RmseExperiment) -> int:
+    """Seeds that are drawn at a time: as many as there are cores, but of no more than ``DRAWN_NUMBERS``."""
     e = experiment
-    if torch.device(e.device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {e.device!r}, but torch finds no CUDA GPU here; allowed: cpu")
+    numbers = e.batch * e.heads * e.head_dim * (e.seqlen_q + 2 * e.seqlen)
+    return max(1, min(e.seeds, MOST_DRAWERS, os.cpu_count() or 1, DRAWN_NUMBERS // numbers))
+
+
+def check_device(experiment: RmseExperiment) -> None:
+    """Raise ValueError where the experiment's device is a GPU and there is none."""
+    device = experiment.device
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but torch finds no CUDA GPU here; allowed: cpu")
+
+
+def draw_on_cpu(experiment: RmseExperiment, seed: int) -> Problem:
+    """The inputs of one seed, on the CPU."""
+    e = experiment
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         draw((e.batch, seqlen, e.heads, e.head_dim), e.distribution, generator, e.outlier_std).to(
-            e.device, DTYPES[e.dtype]
+            DTYPES[e.dtype]
         )
         for seqlen in (e.seqlen_q, e.seqlen, e.seqlen)
     )
     return Problem(q, k, v, e.causal)
+
+
+def moved(problem: Problem, device: str) -> Problem:
+    q, k, v = (x.to(device) for x in (problem.q, problem.k, problem.v))
+    return Problem(q, k, v, problem.causal)

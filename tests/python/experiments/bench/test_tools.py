@@ -21,6 +21,7 @@ from hopper.forward.tilings import select_forward_config, shipped_forward_config
 from hopper_attention import compile_cache
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.spec import Problem
+from hopper_attention.experiments.rmse.methods import METHODS
 from hopper_attention.experiments.rmse.spec import RmseExperiment
 from hopper_attention.launch import forward
 from hopper_attention.reference.tiled import attention_tiled
@@ -283,8 +284,18 @@ def test_the_sanitizer_has_every_kernel_without_wgmma(
 # Accuracy
 
 
-def test_errors_are_measured_peer_by_peer() -> None:
+def test_errors_are_measured_peer_by_peer_on_the_draws_of_the_table() -> None:
     experiment = RmseExperiment(seqlen=256, heads=2, head_dim=64)
-    errors = rmse.measure_errors([bench_peers.PEERS["torch"]], experiment, SETTING)
+    peers = [bench_peers.PEERS["torch"], replace(bench_peers.PEERS["torch"], name="broken", prepare=broken)]
+    errors, table = rmse.measure(peers, experiment, SETTING)
     # The formula in 16 bit on these inputs: 1e-4 to 3e-4 at every length (paper, table 3).
     assert 5e-5 < errors["torch"] < 5e-4
+    assert errors["broken"] == {"failed": "no such kernel"}
+    # The table has the same computation as a row of its own, and none of the peers'.
+    names = {entry.method for entry in (*table.rows, *table.left_out)}
+    assert names == {method.name for method in METHODS}
+    assert errors["torch"] == pytest.approx(table.row("standard").rmse, rel=0.2)
+
+
+def broken(*given: object) -> bench_peers.Prepared:
+    raise RuntimeError("no such kernel")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hopper_attention.experiments.bench.peers import FA3_NEUTRAL, Prepared, Setting
 from hopper_attention.experiments.rmse import methods as rmse_methods
-from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle, draw_problem
+from hopper_attention.experiments.rmse.run import RmseExperiment, compute_oracle
+from hopper_attention.experiments.rmse.spec import draw_problem
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
 from tests.python.experiments.fakes import FakeOperator

@@ -118,14 +118,29 @@ def test_outlier_std_is_that_of_the_outliers() -> None:
 
 
 def test_a_spec_gives_the_same_inputs_again_and_a_seed_others() -> None:
-    first, again, other = (rmse.draw_problem(SMALL, seed).q for seed in (0, 0, 1))
+    first, again, other = (rmse_inputs.draw_problem(SMALL, seed).q for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert (first.dtype, tuple(first.shape)) == (torch.float16, (1, 1024, 1, 128))
 
 
+@pytest.mark.parametrize(("cores", "numbers", "ahead"), [(1, 1 << 28, 1), (16, 1 << 28, 5), (16, 3000, 2)])
+def test_seeds_drawn_ahead_are_those_drawn_alone(
+    cores: int, numbers: int, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rmse_inputs.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(rmse_inputs, "DRAWN_NUMBERS", numbers)
+    experiment = RmseExperiment(seqlen=20, head_dim=32, queries=6, seeds=5)  # 32 x 46 = 1472 numbers a seed
+    assert rmse_inputs.drawers(experiment) == ahead
+    drawn = list(rmse_inputs.draw_problems(experiment))
+    assert len(drawn) == 5
+    for seed, problem in enumerate(drawn):
+        alone = rmse_inputs.draw_problem(experiment, seed)
+        assert all(torch.equal(getattr(problem, name), getattr(alone, name)) for name in "qkv")
+
+
 def test_fewer_queries_than_keys() -> None:
-    problem = rmse.draw_problem(replace(SMALL, queries=3), 0)
+    problem = rmse_inputs.draw_problem(replace(SMALL, queries=3), 0)
     assert [x.shape[1] for x in (problem.q, problem.k, problem.v)] == [3, 1024, 1024]
 
 
@@ -153,7 +168,7 @@ def test_a_bad_spec_is_named(change: dict, message: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_gpus_report_can_be_read_where_none_is_but_not_run() -> None:
     with pytest.raises(ValueError, match="device is 'cuda:0', but torch finds no CUDA GPU here"):
-        rmse.draw_problem(replace(SMALL, device="cuda:0"), 0)
+        rmse_inputs.draw_problem(replace(SMALL, device="cuda:0"), 0)
 
 
 def test_spec_is_frozen() -> None:
@@ -168,7 +183,7 @@ def test_spec_is_frozen() -> None:
 def test_oracle_in_pieces_is_the_oracle(causal: bool, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rmse_oracle, "ORACLE_ROWS", 96)  # does not divide 250
     shape = RmseExperiment(batch=2, seqlen=250, heads=2, head_dim=32, causal=causal, queries=queries)
-    problem = rmse.draw_problem(shape, 0)
+    problem = rmse_inputs.draw_problem(shape, 0)
     steps: list[int] = []
     pieces = rmse.compute_oracle(problem, lambda: steps.append(1))
     whole, _ = attention_naive(problem.q, problem.k, problem.v, causal=causal)
@@ -317,7 +332,7 @@ def test_seeds_give_a_mean_and_a_spread() -> None:
 
 
 def error_of_seed(experiment: RmseExperiment, seed: int) -> float:
-    p = rmse.draw_problem(experiment, seed)
+    p = rmse_inputs.draw_problem(experiment, seed)
     out = METHODS[0].run(p.q, p.k, p.v, p.causal).out
     return (out.double() - rmse.compute_oracle(p)).square().mean().sqrt().item()
 
