@@ -339,7 +339,8 @@ def exchange_between_gpus(layout: str) -> str:
 
 def attend_again_on_gpus(calls: int, in_parts: bool = False) -> tuple[bool, int]:
     """Whether calls that are alike, of new values and without a wait of the host, have the bits of messages; and how
-    many exchanges were planned, or parts of them."""
+    many exchanges were planned, or parts of them. dQ of a part may differ by its rounding: a backward pass of fewer
+    heads adds its float32 parts in another order."""
     group, shape = groups()[2], (1, 512, 8, 64)
     torch.manual_seed(dist.get_rank())
     plans, plan = [], PushedExchange._sending
@@ -366,10 +367,15 @@ def attend_again_on_gpus(calls: int, in_parts: bool = False) -> tuple[bool, int]
                 torch.cuda._sleep(2_000_000)
             found.append(call(tensors, 0.0))
     wanted = [call(tensors, 30.0) for tensors in given]
-    is_right = [
-        torch.equal(a, b) for pair in zip(found, wanted, strict=True) for a, b in zip(*pair, strict=True)
-    ]
-    return all(is_right), len(plans)
+    is_right = True
+    for (out, dq, *dkv), (wanted_out, wanted_dq, *wanted_dkv) in zip(found, wanted, strict=True):
+        is_right &= all(map(torch.equal, (out, *dkv), (wanted_out, *wanted_dkv)))
+        if in_parts:
+            is_right &= torch.allclose(dq, wanted_dq, rtol=torch.finfo(DTYPE).eps, atol=1e-6)
+            is_right &= (dq != wanted_dq).double().mean().item() < 0.01
+        else:
+            is_right &= torch.equal(dq, wanted_dq)
+    return is_right, len(plans)
 
 
 def share_memory(what: str) -> str:
