@@ -33,7 +33,7 @@ class Consumer(LoopInvariant):
         self,
         config: ForwardConfig,
         mmas: Mmas,
-        operands: tuple[SharedQueries, cute.Tensor],
+        operands: tuple[SharedQueries | cute.Tensor, ...],
         pipes: Pipelines,
         softmax: OnlineSoftmax,
         output: Output,
@@ -42,7 +42,7 @@ class Consumer(LoopInvariant):
     ):
         self.config = config
         self.mmas = mmas
-        self.queries, self.tSrK = operands
+        self.queries, self.tSrK, *self.few = operands
         self.tSrQ = self.queries.fragment
         self.pipes = pipes
         self.softmax = softmax
@@ -131,9 +131,10 @@ class Consumer(LoopInvariant):
                 n_block -= 1
         else:
             kv_state = self._unmasked_blocks(scores, blocks, n_block, kv_state)
+        self._few_block(scores, blocks, kv_state)
         self._release_q(q_phase)
         self.output.enter_product()
-        self.output.start_last(self.tOrP, kv_state.index)
+        self._start_last_product(blocks, kv_state)
         ending.under_last_product(self.softmax)
         if const_expr(not self.config.ends_in_halves):
             self.output.wait(self.tOrP, kv_state.index)
@@ -141,6 +142,43 @@ class Consumer(LoopInvariant):
             self.output.collect()
         kv_state.advance()
         return kv_state
+
+    def _has_few(self, blocks: KeyBlocks) -> Boolean:
+        """Whether the rows see few keys behind the block visited first, which are worked on behind all blocks."""
+        return blocks.keys_of_first > self.config.tile_n
+
+    @cute.jit
+    def _few_block(self, scores: ScoreTile, blocks: KeyBlocks, v_state: PipelineState):
+        """S and P of few keys, if there are any, together with P V of the block at ``v_state``."""
+        if const_expr(self.config.few_keys > 0):
+            if self._has_few(blocks):
+                acc_S, (tSrK, _) = self._make_acc_S(self.config.few_keys), self.few
+                qk = self._qk_of(self.config.few_keys)
+                issue_gemm(qk, acc_S, self.tSrQ, tSrK[None, None, None, self.wg], False)
+                self.output.enter_product()
+                self.output.start(self.tOrP, v_state.index)
+                self.softmax.take_bias(scores.row_bias(blocks.end))
+                self.softmax.enter_block(consumer_slot(v_state))
+                warpgroup.wait_group(1)
+                scores.finish(acc_S, blocks.end, True)
+                self.softmax.take_scores(acc_S, is_first=False)
+                self.softmax.exponentiate(acc_S, 0, is_first=False)
+                self.softmax.take_second_row(acc_S)
+                self.output.wait(self.tOrP, v_state.index)
+                self._finish_P(acc_S, ())
+                self.output.collect()
+                self.output.rescale()
+
+    @cute.jit
+    def _start_last_product(self, blocks: KeyBlocks, kv_state: PipelineState):
+        """P V of the block that is visited last, or of few keys."""
+        if const_expr(self.config.few_keys > 0):
+            if self._has_few(blocks):
+                self.output.start_few(self.tOrP, self.few[1][None, None, None, self.wg])
+            else:
+                self.output.start_last(self.tOrP, kv_state.index)
+        else:
+            self.output.start_last(self.tOrP, kv_state.index)
 
     @cute.jit
     def await_half(self, h: cutlass.Constexpr[int], kv_state: PipelineState):

@@ -5,12 +5,14 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, const_expr
 
+from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.key_blocks import KeyBlocks, PartOfBlocks
 from cute_kernels.seqlen import PackedRows, SeqlenInfo
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.operands import PerOperand, Pipelines, o_state, producer_slot, q_state
 from hopper.forward.unscaled import NoScales
+from hopper.tiles import TmaOperand
 
 
 class NoWord(LoopInvariant):
@@ -34,8 +36,15 @@ class Producer(LoopInvariant):
     ahead: Q0, K_last, Q1, K, V_last, K, V, ..., V.
     """
 
-    def __init__(self, config: ForwardConfig, operands: PerOperand, pipes: Pipelines, scales: NoScales):
-        self.config = config
+    def __init__(
+        self,
+        config: ForwardConfig,
+        operands: PerOperand,
+        pipes: Pipelines,
+        scales: NoScales,
+        few: tuple[TmaOperand, ...] = (),
+    ):
+        self.config, self.few = config, few
         self.q, self.k, self.v = operands.q, operands.k, operands.v
         self.pipes = pipes
         self.scales = scales
@@ -61,12 +70,14 @@ class Producer(LoopInvariant):
 
         word.of_tile(blocks.count)
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
+        self._load_few(blocks, head_kv, 0, q_phase)
         first = blocks.number(blocks.last)
         self.scales.begin()
         self.scales.publish(head_kv, seqlens, first, producer_slot(kv_state))
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, first, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
+            self._load_few(blocks, head_kv, wg, q_phase)
         if const_expr(c.loads_k_ahead):
             return self._load_ahead(blocks, first, (tKsK, tKgK), (tVsV, tVgV), kv_state)
         for pipe in self.pipes.o:
@@ -82,6 +93,22 @@ class Producer(LoopInvariant):
             self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, kv_state)
             kv_state.advance()
         return kv_state
+
+    @cute.jit
+    def _load_few(self, blocks: KeyBlocks, head_kv: Int32, wg: cutlass.Constexpr[int], q_phase: Int32):
+        """With Q of a warpgroup the few keys behind the block that it visits first. Where there are none, what lies
+        behind the sequence, which is zeros and costs no memory."""
+        if const_expr(len(self.few) > 0):
+            c, rows, (of_k, of_v) = self.config, blocks.seqlens.rows_k, self.few
+            own = PartOfBlocks.of(blocks, wg, c.consumers)
+            number = ceil_div(blocks.seqlens.seqlen_k, c.few_keys)
+            if own.keys_of_first > c.tile_n:
+                number = own.end * (c.tile_n // c.few_keys)
+            full = self.pipes.q.producer_get_barrier(q_state(c, wg, q_phase))
+            tKsK, tKgK = of_k.partition((c.few_keys, c.head_dim), (None, 0), head_kv, rows)
+            tVsV, tVgV = of_v.partition((c.head_dim_v, c.few_keys), (0, None), head_kv, rows)
+            cute.copy(of_k.atom, tKgK[None, number], tKsK[None, wg], tma_bar_ptr=full)
+            cute.copy(of_v.atom, tVgV[None, number], tVsV[None, wg], tma_bar_ptr=full)
 
     @cute.jit
     def load_first(

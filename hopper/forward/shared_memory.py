@@ -39,6 +39,14 @@ def smem_layouts(c: ForwardConfig, kv_source: DenseTma) -> SmemLayouts:
     )
 
 
+def few_tensors(kv_source: DenseTma, storage: Any) -> tuple[cute.Tensor, cute.Tensor]:
+    """``few_keys`` of K and V in the memory ``storage``."""
+    k, v = kv_source.few_layouts()
+    return storage.sKfew.get_tensor(k.outer, swizzle=k.inner), storage.sVfew.get_tensor(
+        v.outer, swizzle=v.inner
+    )
+
+
 def words_of_mailbox(kv_source: DenseTma) -> int:
     """int32 of the mailbox in which warps learn of tiles."""
     return MAILBOX_STAGES * kv_source.words_of_tile
@@ -51,6 +59,7 @@ def storage_type(c: ForwardConfig, layouts: SmemLayouts, kv_source: DenseTma, pr
     o_elements = 0 if has_no_own_o else cute.cosize(layouts.o.outer)
     row_stages = kv_source.row_stages
     row_elements = row_stages * c.tile_n * c.head_dim_v
+    few = c.few_keys * c.consumers
 
     @cute.struct
     class SharedStorage:
@@ -68,6 +77,8 @@ def storage_type(c: ForwardConfig, layouts: SmemLayouts, kv_source: DenseTma, pr
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.vt.outer)], SWIZZLED]
         sO: cute.struct.Align[cute.struct.MemRange[out_dtype, o_elements], SWIZZLED]
         sVrows: cute.struct.Align[cute.struct.MemRange[dtype, row_elements], SWIZZLED]
+        sKfew: cute.struct.Align[cute.struct.MemRange[dtype, few * c.head_dim], SWIZZLED]
+        sVfew: cute.struct.Align[cute.struct.MemRange[dtype, few * c.head_dim_v], SWIZZLED]
 
     return SharedStorage
 

@@ -176,6 +176,9 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(config):
     if config.cuts_first_product:
         # And the block behind each, with P V of the part.
         parts += sum((config.head_dim + width) // steps for width in config.first_widths)
+    if config.few_keys:
+        # And few keys behind all blocks: under P V of the last one, and their own.
+        parts += of_block + config.few_keys // steps
     assert count == of_block * (3 if config.causal else 2) + parts
     assert hazards == []
 

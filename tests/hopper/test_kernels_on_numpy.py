@@ -148,6 +148,17 @@ def test_a_first_query_tile_that_is_stored_apart(seqlens: tuple[int, int]) -> No
     check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128, batch=2), ctas=2)
 
 
+FEW = [(131, 131), (257, 257), (272, 272), (200, 200), (300, 329), (130, 257), (256, 259), (321, 450), (3, 3)]
+NOT_FEW = [(273, 273), (256, 256), (140, 130), (70, 300)]
+
+
+@pytest.mark.parametrize("seqlens", [*FEW, *NOT_FEW])
+def test_few_keys_behind_a_block(seqlens: tuple[int, int]) -> None:
+    config = select_plain_config("bfloat16", 128, 128, True, 4096)
+    assert config.few_keys == 16
+    check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128, batch=2), ctas=2)
+
+
 @pytest.mark.parametrize("keys", [4096, 16384])
 def test_short_tiles_of_all_heads_last(keys: int) -> None:
     config = select_plain_config("bfloat16", 128, 128, True, keys)
