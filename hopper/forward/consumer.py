@@ -132,9 +132,7 @@ class Consumer(LoopInvariant):
         else:
             kv_state = self._unmasked_blocks(scores, blocks, n_block, kv_state)
         self._few_block(scores, blocks, kv_state)
-        self._release_q(q_phase)
-        self.output.enter_product()
-        self._start_last_product(blocks, kv_state)
+        self._start_last_product(blocks, kv_state, q_phase)
         ending.under_last_product(self.softmax)
         if const_expr(not self.config.ends_in_halves):
             self.output.wait(self.tOrP, kv_state.index)
@@ -170,15 +168,24 @@ class Consumer(LoopInvariant):
                 self.output.rescale()
 
     @cute.jit
-    def _start_last_product(self, blocks: KeyBlocks, kv_state: PipelineState):
-        """P V of the block that is visited last, or of few keys."""
+    def _start_last_product(self, blocks: KeyBlocks, kv_state: PipelineState, q_phase: Int32):
+        """P V of the block that is visited last, or of few keys, whose V is given back with Q: behind their product."""
         if const_expr(self.config.few_keys > 0):
             if self._has_few(blocks):
+                self.output.enter_product()
                 self.output.start_few(self.tOrP, self.few[1][None, None, None, self.wg])
+                self.output.wait(self.tOrP, kv_state.index)
+                self._release_q(q_phase)
             else:
-                self.output.start_last(self.tOrP, kv_state.index)
+                self._start_last_block(kv_state, q_phase)
         else:
-            self.output.start_last(self.tOrP, kv_state.index)
+            self._start_last_block(kv_state, q_phase)
+
+    @cute.jit
+    def _start_last_block(self, kv_state: PipelineState, q_phase: Int32):
+        self._release_q(q_phase)
+        self.output.enter_product()
+        self.output.start_last(self.tOrP, kv_state.index)
 
     @cute.jit
     def await_half(self, h: cutlass.Constexpr[int], kv_state: PipelineState):
