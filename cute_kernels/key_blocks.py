@@ -156,6 +156,11 @@ class PartOfBlocks(KeyBlocks):
         return PartOfBlocks(own, number, seqlens, end, begin, of_tile)
 
     @property
+    def has_few(self) -> Any:
+        """Whether the rows see ``spare`` keys or fewer behind the block visited first."""
+        return self.keys_of_first > self.block_range.tile_n
+
+    @property
     def left_out_before(self) -> Any:
         """Blocks of the tile's walk before the first one that the part visits."""
         return self.of_tile.end - self.end

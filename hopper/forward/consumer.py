@@ -131,25 +131,23 @@ class Consumer(LoopInvariant):
                 n_block -= 1
         else:
             kv_state = self._unmasked_blocks(scores, blocks, n_block, kv_state)
-        self._few_block(scores, blocks, kv_state)
+        self._few_block(scores, blocks, kv_state, q_phase)
         self._start_last_product(blocks, kv_state, q_phase)
         ending.under_last_product(self.softmax)
         if const_expr(not self.config.ends_in_halves):
             self.output.wait(self.tOrP, kv_state.index)
             self.pipes.v.consumer_release(kv_state)
+            for pipe in self.pipes.few:
+                pipe.consumer_release(q_state(self.config, self.wg, q_phase))
             self.output.collect()
         kv_state.advance()
         return kv_state
 
-    def _has_few(self, blocks: KeyBlocks) -> Boolean:
-        """Whether the rows see few keys behind the block visited first, which are worked on behind all blocks."""
-        return blocks.keys_of_first > self.config.tile_n
-
     @cute.jit
-    def _few_block(self, scores: ScoreTile, blocks: KeyBlocks, v_state: PipelineState):
+    def _few_block(self, scores: ScoreTile, blocks: KeyBlocks, v_state: PipelineState, q_phase: Int32):
         """S and P of few keys, if there are any, together with P V of the block at ``v_state``."""
         if const_expr(self.config.few_keys > 0):
-            if self._has_few(blocks):
+            if blocks.has_few:
                 acc_S, (tSrK, _) = self._make_acc_S(self.config.few_keys), self.few
                 qk = self._qk_of(self.config.few_keys)
                 issue_gemm(qk, acc_S, self.tSrQ, tSrK[None, None, None, self.wg], False)
@@ -158,6 +156,7 @@ class Consumer(LoopInvariant):
                 self.softmax.take_bias(scores.row_bias(blocks.end))
                 self.softmax.enter_block(consumer_slot(v_state))
                 warpgroup.wait_group(1)
+                self._release_q(q_phase)
                 scores.finish(acc_S, blocks.end, True)
                 self.softmax.take_scores(acc_S, is_first=False)
                 self.softmax.exponentiate(acc_S, 0, is_first=False)
@@ -169,13 +168,13 @@ class Consumer(LoopInvariant):
 
     @cute.jit
     def _start_last_product(self, blocks: KeyBlocks, kv_state: PipelineState, q_phase: Int32):
-        """P V of the block that is visited last, or of few keys, whose V is given back with Q: behind their product."""
+        """P V of the block that is visited last, or of few keys. Q is given back before it."""
         if const_expr(self.config.few_keys > 0):
-            if self._has_few(blocks):
+            # Loaded for every tile, so that a tile is a phase.
+            self.pipes.few[0].consumer_wait(q_state(self.config, self.wg, q_phase))
+            if blocks.has_few:
                 self.output.enter_product()
                 self.output.start_few(self.tOrP, self.few[1][None, None, None, self.wg])
-                self.output.wait(self.tOrP, kv_state.index)
-                self._release_q(q_phase)
             else:
                 self._start_last_block(kv_state, q_phase)
         else:

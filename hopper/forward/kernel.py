@@ -97,7 +97,7 @@ class ForwardKernel:
 
     | pipeline | stages | bytes of a full stage | arrivals that empty it |
     |---|---|---|---|
-    | pipe_q | `consumers` | `64 * head_dim * qk_bytes + few_bytes` | `4` |
+    | pipe_q | `consumers` | `(64 + few_keys) * head_dim * qk_bytes` | `4` |
     | pipe_k | `stages` | `tile_n * head_dim * qk_bytes` | `4 * consumers` |
     | pipe_v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | mailbox | `2` | `4` | `4 * consumers` |

@@ -128,18 +128,26 @@ class DenseTma(LoopInvariant):
         row_bytes = c.head_dim * c.qk_bytes
         return Pipelines(
             self._tma_pipeline(
-                storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * row_bytes + c.few_bytes
+                storage.barriers_q, c.consumers, warps_of_one, (WARPGROUP_ROWS + c.few_keys) * row_bytes
             ),
             self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * row_bytes),
             self._make_v_pipeline(storage, warps_of_all),
             self._make_row_pipelines(storage),
             self._make_o_pipelines(storage),
+            self._make_few_pipelines(storage, warps_of_one),
         )
 
     def _make_v_pipeline(self, storage: Any, consumers: CooperativeGroup):
         c = self.config
         v_bytes = c.tile_n * c.head_dim_v * c.element_bytes
         return self._tma_pipeline(storage.barriers_v, c.stages, consumers, v_bytes)
+
+    def _make_few_pipelines(self, storage: Any, warps: CooperativeGroup) -> tuple[PipelineTmaAsync, ...]:
+        c = self.config
+        if not c.few_keys:
+            return ()
+        v_bytes = c.few_keys * c.head_dim_v * c.element_bytes
+        return (self._tma_pipeline(storage.barriers_few, c.consumers, warps, v_bytes),)
 
     def _make_row_pipelines(self, storage: Any) -> tuple[PipelineTmaAsync, ...]:
         return ()

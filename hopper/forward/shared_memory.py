@@ -67,6 +67,7 @@ def storage_type(c: ForwardConfig, layouts: SmemLayouts, kv_source: DenseTma, pr
         barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
         barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
         barriers_o: cute.struct.MemRange[cutlass.Int64, 2 * (c.o_shares_v or c.o_shares_rows)]
+        barriers_few: cute.struct.MemRange[cutlass.Int64, 2 * c.consumers * (c.few_keys > 0)]
         barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
         mailbox: cute.struct.Align[cute.struct.MemRange[Int32, words_of_mailbox(kv_source)], 16]
         barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * row_stages]
