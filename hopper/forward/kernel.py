@@ -102,7 +102,8 @@ class ForwardKernel:
     | pipe_v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | mailbox | `2` | `4` | `4 * consumers` |
 
-    Where O is staged in V's place there is one more, pipe_o of one stage, by which consumers give that place back.
+    Where O is staged in V's place there is one more, pipe_o of one stage, by which consumers give that place back. V
+    of few keys has pipe_few, a stage for each warpgroup: K of them comes and goes back with Q, V goes back last.
 
     | named barrier | first id | threads | orders |
     |---|---|---|---|

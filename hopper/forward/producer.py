@@ -98,9 +98,7 @@ class Producer(LoopInvariant):
         return kv_state
 
     @cute.jit
-    def _load_few_keys(
-        self, blocks: KeyBlocks, head_kv: Int32, wg: cutlass.Constexpr[int], q_phase: Int32
-    ):
+    def _load_few_keys(self, blocks: KeyBlocks, head_kv: Int32, wg: cutlass.Constexpr[int], q_phase: Int32):
         """K of few keys of a warpgroup, with its Q."""
         if const_expr(len(self.few) > 0):
             c, (of_k, _) = self.config, self.few
