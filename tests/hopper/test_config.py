@@ -214,7 +214,7 @@ def test_query_tiles_are_counted_from_the_end_where_that_was_measured():
     with pytest.raises(ValueError, match="few_keys is 16"):
         validate_forward_config(replace(short, window=True))
     others += [select_plain_config("float16", 128, 128, True, keys) for keys in (6144, 6145)]
-    others.append(select_plain_config("bfloat16", 128, 128, True, 2048))
+    others.append(select_plain_config("bfloat16", 128, 128, True, 4096))
     sizes = ((64, 64, 8192), (120, 120, 8192), (224, 224, 4096), (256, 256, 1024))
     others += [select_plain_config("bfloat16", *dims, True, keys) for *dims, keys in sizes]
     assert not any(config.counts_from_end for config in others)

@@ -154,7 +154,7 @@ NOT_FEW = [(273, 273), (256, 256), (140, 130), (70, 300)]
 
 @pytest.mark.parametrize("seqlens", [*FEW, *NOT_FEW])
 def test_few_keys_behind_a_block(seqlens: tuple[int, int]) -> None:
-    config = select_plain_config("bfloat16", 128, 128, True, 4096)
+    config = select_plain_config("bfloat16", 128, 128, True, 4099)
     assert config.few_keys == 16
     check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128, batch=2), ctas=2)
 
@@ -170,7 +170,7 @@ def test_few_keys_stay_until_their_product_is_made(seqlens: tuple[int, int], mon
 
     monkeypatch.setattr(Cta, "receive", lambda cta, copy: copy())
     monkeypatch.setattr(Warp, "turn", turn_of)
-    config = select_plain_config("bfloat16", 128, 128, True, 4096)
+    config = select_plain_config("bfloat16", 128, 128, True, 4099)
     check_forward(config, draw(torch.bfloat16, seqlens, (2, 2), 128, batch=2))
 
 
