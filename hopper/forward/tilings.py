@@ -175,7 +175,7 @@ SHORT_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
 blocks of 128, or six of 176 (`forward_short_and_ragged.json` in the development results)."""
 
 FEW_KEYS_APART = tiling(128, 128, 2, max_seqlen_k=6144, ping_pong=False, few_keys=16)
-"""At head_dim 128 under a causal mask. Shorter sequences lose where an SM has a tile or two, 2049 keys and 8 heads 4 %."""
+"""At head_dim 128 under a causal mask. Shorter sequences lose where an SM has a tile or two, 2049 keys, 8 heads 4 %."""
 
 PLAIN_TILINGS: dict[tuple[int, int, bool], tuple[PlainTiling, ...]] = {
     **dict.fromkeys(
