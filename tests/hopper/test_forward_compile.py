@@ -161,6 +161,7 @@ def test_ping_pong_off_emits_no_turn():
         select_forward_config("bfloat16", 64, 64, False, 300),
         select_forward_config("bfloat16", 128, 128, True, 130),
         select_forward_config("bfloat16", 128, 128, False, 3000),
+        select_plain_config("bfloat16", 128, 128, True, 4099),
         select_forward_config("bfloat16", 256, 256, True, 170),
         select_fp8_forward_config(128, 128, True, "bfloat16", 9000, 128),
     ],
