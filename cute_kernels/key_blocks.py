@@ -16,11 +16,13 @@ from cute_kernels.window import Window
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Which key blocks tiles of ``tile_m`` queries visit, in blocks of ``tile_n`` keys."""
+    """Which key blocks tiles of ``tile_m`` queries visit, in blocks of ``tile_n`` keys. ``spare`` keys at the end, or
+    fewer, are no block of their own where there is one before them: whoever visits that has them with it."""
 
     tile_m: int
     tile_n: int
     window: Window
+    spare: int = 0
 
     def of(self, m_block: Any, seqlens: SeqlenInfo) -> "KeyBlocks":
         """Those of one tile."""
@@ -31,7 +33,11 @@ class BlockRange:
         n_end = ceil_div(seqlens.seqlen_k, self.tile_n)
         if self.window.has_right:
             last_row_keys = self.keys_end((m_block + 1) * self.tile_m, seqlens)
-            n_end = minimum(n_end, ceil_div(last_row_keys, self.tile_n))
+            if self.spare:
+                keys = minimum(seqlens.seqlen_k, last_row_keys)
+                n_end = ceil_div(keys - self.spare, self.tile_n)
+            else:
+                n_end = minimum(n_end, ceil_div(last_row_keys, self.tile_n))
         return maximum(n_end, 1)
 
     def unmasked_end(self, m_block: Any, seqlens: SeqlenInfo) -> Any:
@@ -140,7 +146,7 @@ class PartOfBlocks(KeyBlocks):
     @staticmethod
     def of(of_tile: KeyBlocks, part: Any, parts: int) -> "PartOfBlocks":
         whole, seqlens = of_tile.block_range, of_tile.seqlens
-        own = BlockRange(whole.tile_m // parts, whole.tile_n, whole.window)
+        own = BlockRange(whole.tile_m // parts, whole.tile_n, whole.window, whole.spare)
         number = of_tile.m_block * parts + part
         has_query = minimum(maximum(seqlens.seqlen_q - number * own.tile_m, 0), 1)
         begin, end = of_tile.begin, of_tile.begin + 1
@@ -148,6 +154,11 @@ class PartOfBlocks(KeyBlocks):
         if whole.window.has_left:
             begin += (own.begin(number, seqlens) - begin) * has_query
         return PartOfBlocks(own, number, seqlens, end, begin, of_tile)
+
+    @property
+    def has_few(self) -> Any:
+        """Whether the rows see ``spare`` keys or fewer behind the block visited first."""
+        return self.keys_of_first > self.block_range.tile_n
 
     @property
     def left_out_before(self) -> Any:

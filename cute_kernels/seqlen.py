@@ -123,3 +123,10 @@ def lead_of_queries(seqlens: tuple[Any, Any], tile_m: int) -> Any:
     seqlen_q, seqlen_k = seqlens
     see_keys = minimum(maximum(seqlen_k - seqlen_q + 1, 0), 1)
     return (ceil_div(seqlen_q, tile_m) * tile_m - seqlen_q) * see_keys
+
+
+def lead_of_few_keys(seqlens: tuple[Any, Any], tile_m: int, rows: int, width: int) -> Any:
+    """``lead_of_queries`` where keys are at most ``width`` more than a multiple of ``rows``, those of a warpgroup; else
+    none."""
+    few = (seqlens[1] + rows - 1) % rows
+    return lead_of_queries(seqlens, tile_m) * minimum(maximum(width - few, 0), 1)

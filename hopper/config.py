@@ -87,7 +87,9 @@ class ForwardConfig:
     ``pipelined`` issues S = Q K_{j+1}^T before O += P_j V_j, so that a warpgroup's softmax runs under its own second
     GEMM (FlashAttention-3, section 3.2). ``ping_pong`` orders the warpgroups with named barriers, so that one's softmax
     runs under another's GEMMs (section 3.1). ``late_rescale`` shrinks O for a new maximum not with the softmax that
-    found it but under the next Q K^T, and not at all if a warp found none. Without ``warp_specialized`` there is no
+    found it but under the next Q K^T, and not at all if a warp found none. ``few_keys`` behind the block visited first,
+    or fewer, have shared memory of their own beside Q; 0 is none. Then tiles are counted from the end where no more are
+    left of keys in parts of a warpgroup's rows. Without ``warp_specialized`` there is no
     producer warp: the first consumer warp loads between its own steps, and all threads keep the registers of the
     launch. ``ctas_per_sm`` CTAs share an SM, and its registers and shared memory. Such kernels are for comparison, as
     in the paper's ablation. ``window`` is a sliding window, whose sides the kernel is given when it runs; with
@@ -112,6 +114,7 @@ class ForwardConfig:
     pipelined: bool = True
     ping_pong: bool = True
     late_rescale: bool = False
+    few_keys: int = 0
     warp_specialized: bool = True
     ctas_per_sm: int = 1
     window: bool = False
@@ -312,8 +315,13 @@ class ForwardConfig:
 
     @property
     def other_bytes(self) -> int:
-        """Shared memory that holds no operand of a product, nor O."""
-        return BARRIER_BYTES
+        """Shared memory that holds no whole operand of a product, nor O."""
+        return BARRIER_BYTES + self.consumers * self.few_bytes
+
+    @property
+    def few_bytes(self) -> int:
+        """Of ``few_keys`` of K and V, for one warpgroup."""
+        return self.few_keys * (self.head_dim + self.head_dim_v) * self.element_bytes
 
     @property
     def o_shares_q(self) -> bool:
@@ -373,8 +381,9 @@ class ForwardConfig:
     def counts_from_end(self) -> bool:
         """Whether query tiles are counted from the end of the sequence, so that of a length that has no whole tiles the
         first tile is the short one, which sees few keys, and not the last, which sees all."""
-        is_known = (self.dtype, self.head_dim, self.tile_n) in COUNTING_TILES and self.ends_with_short_tiles
-        return is_known and self.pipelined and self.walks_apart and not self.used_head_dim
+        tiles = self.dtype, self.head_dim, self.tile_n
+        is_known = (self.few_keys or tiles in COUNTING_TILES) and self.ends_with_short_tiles
+        return bool(is_known) and self.pipelined and self.walks_apart and not self.used_head_dim
 
     @property
     def stores_first_apart(self) -> bool:
@@ -439,6 +448,7 @@ class ForwardConfig:
         parts += [] if self.pipelined else ["nopipe"]
         parts += [] if self.ping_pong else ["nopingpong"]
         parts += ["late"] if self.late_rescale else []
+        parts += [f"few{self.few_keys}"] if self.few_keys else []
         parts += [] if self.warp_specialized else ["nows"]
         parts += [] if self.ctas_per_sm == 1 else [f"x{self.ctas_per_sm}"]
         parts += feature_names(self)
@@ -467,6 +477,10 @@ def validate_forward_config(config: ForwardConfig) -> None:
         )
     if c.tile_n % 16 or not 16 <= c.tile_n <= 256:
         raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 256")
+    if c.few_keys and not c.counts_from_end:
+        raise ValueError(
+            f"few_keys is {c.few_keys}, allowed where query tiles can be counted from the end, else 0"
+        )
     if c.stages < 2:
         raise ValueError(f"stages is {c.stages}, allowed: 2 or more")
     if c.ctas_per_sm < 1:

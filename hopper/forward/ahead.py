@@ -34,7 +34,7 @@ def ask_for_first_tile(
         m_block, head, number = order.coordinates(tile)
         head_kv = head // group
         seqlens = batch.seqlens(lengths).of_tile(m_block, number)
-        blocks = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, ())).of(m_block, seqlens)
+        blocks = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, ()), c.few_keys).of(m_block, seqlens)
         first, step = (0, 1) if const_expr(c.causal) else (m_block, order.num_m_blocks)
         n_begin = blocks.last * c.tile_n
         queries, keys = mQ[None, None, head, number], mK[None, None, head_kv, number]

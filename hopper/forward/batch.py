@@ -9,7 +9,7 @@ from cutlass import Int32
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
-from cute_kernels.seqlen import CutSeqlens, DenseSeqlens, LedSeqlens, lead_of_queries
+from cute_kernels.seqlen import CutSeqlens, DenseSeqlens, LedSeqlens, lead_of_few_keys, lead_of_queries
 from cute_kernels.tile_scheduler import (
     ShortTiles,
     TileDivisors,
@@ -17,7 +17,7 @@ from cute_kernels.tile_scheduler import (
     heads_per_section,
     short_m_blocks,
 )
-from hopper.config import ForwardConfig
+from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.store import DenseTmaStore, PackedTmaStore
 from hopper.tiles import ragged_view
 
@@ -42,12 +42,10 @@ class DenseBatch(LoopInvariant):
         return cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
 
     def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
-        seqlens = mQ.shape[0], mK.shape[0]
-        return (
-            (*seqlens, lead_of_queries(seqlens, self.config.tile_m))
-            if self.config.counts_from_end
-            else seqlens
-        )
+        c, seqlens = self.config, (mQ.shape[0], mK.shape[0])
+        if c.few_keys:
+            return *seqlens, lead_of_few_keys(seqlens, c.tile_m, WARPGROUP_ROWS, c.few_keys)
+        return (*seqlens, lead_of_queries(seqlens, c.tile_m)) if c.counts_from_end else seqlens
 
     def heads_per_section(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
         """Of ``TileOrder``, for the views of Q and K."""

@@ -33,7 +33,7 @@ class Consumer(LoopInvariant):
         self,
         config: ForwardConfig,
         mmas: Mmas,
-        operands: tuple[SharedQueries, cute.Tensor],
+        operands: tuple[SharedQueries | cute.Tensor, ...],
         pipes: Pipelines,
         softmax: OnlineSoftmax,
         output: Output,
@@ -42,7 +42,7 @@ class Consumer(LoopInvariant):
     ):
         self.config = config
         self.mmas = mmas
-        self.queries, self.tSrK = operands
+        self.queries, self.tSrK, *self.few = operands
         self.tSrQ = self.queries.fragment
         self.pipes = pipes
         self.softmax = softmax
@@ -131,16 +131,60 @@ class Consumer(LoopInvariant):
                 n_block -= 1
         else:
             kv_state = self._unmasked_blocks(scores, blocks, n_block, kv_state)
-        self._release_q(q_phase)
-        self.output.enter_product()
-        self.output.start_last(self.tOrP, kv_state.index)
+        self._few_block(scores, blocks, kv_state, q_phase)
+        self._start_last_product(blocks, kv_state, q_phase)
         ending.under_last_product(self.softmax)
         if const_expr(not self.config.ends_in_halves):
             self.output.wait(self.tOrP, kv_state.index)
             self.pipes.v.consumer_release(kv_state)
+            for pipe in self.pipes.few:
+                pipe.consumer_release(q_state(self.config, self.wg, q_phase))
             self.output.collect()
         kv_state.advance()
         return kv_state
+
+    @cute.jit
+    def _few_block(self, scores: ScoreTile, blocks: KeyBlocks, v_state: PipelineState, q_phase: Int32):
+        """S and P of few keys, if there are any, together with P V of the block at ``v_state``."""
+        if const_expr(self.config.few_keys > 0):
+            if blocks.has_few:
+                acc_S, (tSrK, _) = self._make_acc_S(self.config.few_keys), self.few
+                qk = self._qk_of(self.config.few_keys)
+                issue_gemm(qk, acc_S, self.tSrQ, tSrK[None, None, None, self.wg], False)
+                self.output.enter_product()
+                self.output.start(self.tOrP, v_state.index)
+                self.softmax.take_bias(scores.row_bias(blocks.end))
+                self.softmax.enter_block(consumer_slot(v_state))
+                warpgroup.wait_group(1)
+                self._release_q(q_phase)
+                scores.finish(acc_S, blocks.end, True)
+                self.softmax.take_scores(acc_S, is_first=False)
+                self.softmax.exponentiate(acc_S, 0, is_first=False)
+                self.softmax.take_second_row(acc_S)
+                self.output.wait(self.tOrP, v_state.index)
+                self._finish_P(acc_S, ())
+                self.output.collect()
+                self.output.rescale()
+
+    @cute.jit
+    def _start_last_product(self, blocks: KeyBlocks, kv_state: PipelineState, q_phase: Int32):
+        """P V of the block that is visited last, or of few keys. Q is given back before it."""
+        if const_expr(self.config.few_keys > 0):
+            # Loaded for every tile, so that a tile is a phase.
+            self.pipes.few[0].consumer_wait(q_state(self.config, self.wg, q_phase))
+            if blocks.has_few:
+                self.output.enter_product()
+                self.output.start_few(self.tOrP, self.few[1][None, None, None, self.wg])
+            else:
+                self._start_last_block(kv_state, q_phase)
+        else:
+            self._start_last_block(kv_state, q_phase)
+
+    @cute.jit
+    def _start_last_block(self, kv_state: PipelineState, q_phase: Int32):
+        self._release_q(q_phase)
+        self.output.enter_product()
+        self.output.start_last(self.tOrP, kv_state.index)
 
     @cute.jit
     def await_half(self, h: cutlass.Constexpr[int], kv_state: PipelineState):

@@ -46,7 +46,13 @@ from hopper.forward.parts import KernelParts, LaunchOptions
 from hopper.forward.places import TilePlace
 from hopper.forward.producer import Producer
 from hopper.forward.queries import KeptQueries, SharedQueries
-from hopper.forward.shared_memory import smem_layouts, smem_tensors, storage_type, words_of_mailbox
+from hopper.forward.shared_memory import (
+    few_tensors,
+    smem_layouts,
+    smem_tensors,
+    storage_type,
+    words_of_mailbox,
+)
 from hopper.forward.store import CutTmaStore
 from hopper.forward.unscaled import NoCorrection
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand
@@ -64,6 +70,7 @@ class Roles(NamedTuple):
     scale_log2: Float32
     extras: tuple
     storage: Any
+    few: tuple[TmaOperand, ...] = ()
 
 
 class ConsumerParts(NamedTuple):
@@ -75,6 +82,7 @@ class ConsumerParts(NamedTuple):
     softmax: OnlineSoftmax
     loads: NoConsumerLoads
     correction: NoCorrection
+    few: tuple[TmaOperand, ...] = ()
 
 
 class ForwardKernel:
@@ -89,12 +97,13 @@ class ForwardKernel:
 
     | pipeline | stages | bytes of a full stage | arrivals that empty it |
     |---|---|---|---|
-    | pipe_q | `consumers` | `64 * head_dim * qk_bytes` | `4` |
+    | pipe_q | `consumers` | `(64 + few_keys) * head_dim * qk_bytes` | `4` |
     | pipe_k | `stages` | `tile_n * head_dim * qk_bytes` | `4 * consumers` |
     | pipe_v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | mailbox | `2` | `4` | `4 * consumers` |
 
-    Where O is staged in V's place there is one more, pipe_o of one stage, by which consumers give that place back.
+    Where O is staged in V's place there is one more, pipe_o of one stage, by which consumers give that place back. V
+    of few keys has pipe_few, a stage for each warpgroup: K of them comes and goes back with Q, V goes back last.
 
     | named barrier | first id | threads | orders |
     |---|---|---|---|
@@ -175,6 +184,9 @@ class ForwardKernel:
         if const_expr(c.stores_first_apart):
             mO_first = batch.view_first(mO, lengths)
             first = cpasync.make_tiled_tma_atom(store, mO_first, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
+        few = ()
+        if const_expr(c.few_keys):
+            few = self.parts.kv_source.make_few_atoms(mK, mVt)
         heads_per_section = batch.heads_per_section(mQ, mK)
         # A softcap leaves tanh(softmax_scale * S / cap) in place of S, so the cap takes the place of softmax_scale.
         scale = options.softcap[0] if const_expr(c.softcap) else softmax_scale
@@ -199,6 +211,7 @@ class ForwardKernel:
             (mO,) if const_expr(c.o_from_registers) else (),
             (mQ, mK, mVt) if const_expr(c.asks_early) else (),
             tuple(first),
+            few,
         ).launch(
             grid=(batch.num_ctas(mQ, num_ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -231,6 +244,7 @@ class ForwardKernel:
         outputs: tuple,
         inputs: tuple,
         first: tuple,
+        few: tuple,
     ):
         """One CTA: make barriers and pipelines, then part into producer and consumers, who meet in them alone.
 
@@ -238,8 +252,8 @@ class ForwardKernel:
         ``caps`` is empty, or has the factor of a score under the tanh, softmax_scale / cap. ``lengths`` and
         ``divisors`` are what ``batch`` makes of sequence lengths and of numbers to divide by; ``sides`` are those of a
         window; ``outputs`` is that of ``DenseTmaStore``, ``inputs`` that of ``ask_for_first_tile``; ``first`` is empty,
-        or has the TMA atom and the tensor of O for the first query tile. The other tuples are fields of
-        ``LaunchOptions``, and empty likewise.
+        or has the TMA atom and the tensor of O for the first query tile, ``few`` those of K and V for few keys. The
+        other tuples are fields of ``LaunchOptions``, and empty likewise.
         """
         c, parts = self.config, self.parts
         # Shared memory, and the barriers in it.
@@ -268,14 +282,15 @@ class ForwardKernel:
 
         # Which tiles there are, the keys that each visits, and what is done to scores.
         order = parts.batch.order(*of_order)
-        block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
+        block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides), c.few_keys)
         seqlens = parts.batch.seqlens(lengths)
         rules = self._score_rules(scale_log2, caps, slopes, dropout, captured)
         scale_log2 = scale_after_functions(c.functions, scale_log2)
         pages = tuple(Pages(*each) for each in pages)
         work = Work(scheduler, order, block_range, seqlens, heads_per_kv_head, rules, lists, pages)
         # From here on each warp has its role. Registers go from the producer's warps to the consumers'.
-        roles = Roles(self._operands(atoms, tensors, smem), pipes, scale_log2, extras, storage)
+        of_few = self._few_operands(few, storage)
+        roles = Roles(self._operands(atoms, tensors, smem), pipes, scale_log2, extras, storage, of_few)
         if const_expr(not c.warp_specialized):
             producer = self._make_producer(roles)
             of_consumer = self._consumer_parts(roles)
@@ -303,6 +318,15 @@ class ForwardKernel:
         row_modes, steps = (0, 0, kv_source.v_row_mode, 0), (1, 1, kv_source.v_row_step, 1)
         return PerOperand(*map(TmaOperand, atoms, tensors, smem, row_modes, steps))
 
+    def _few_operands(self, few: tuple, storage: Any) -> tuple[TmaOperand, ...]:
+        """What TMA copies of few keys: K and V; ``few`` is that of ``kernel``."""
+        if not few:
+            return ()
+        atom_K, tma_K, atom_V, tma_V = few
+        sK, sV = few_tensors(self.parts.kv_source, storage)
+        row_mode = self.parts.kv_source.v_row_mode
+        return TmaOperand(atom_K, tma_K, sK), TmaOperand(atom_V, tma_V, sV, row_mode)
+
     def _scheduler(self, tile_counter: cute.Tensor, storage: Any, lane: Int32) -> TileScheduler:
         """Who hands out tiles, and its mailbox."""
         kv_source = self.parts.kv_source
@@ -328,14 +352,14 @@ class ForwardKernel:
 
     def _make_producer(self, roles: Roles) -> Producer:
         scales = self.parts.precision.make_scales(roles.scale_log2, roles.extras, roles.storage)
-        return Producer(self.config, roles.operands, roles.pipes, scales)
+        return Producer(self.config, roles.operands, roles.pipes, scales, roles.few)
 
     def _consumer_parts(self, roles: Roles) -> ConsumerParts:
         """Of a consumer that loads nothing."""
         precision = self.parts.precision
         softmax = precision.make_softmax(roles.scale_log2, roles.extras, roles.storage)
         correction = precision.make_correction(roles.extras, roles.storage)
-        return ConsumerParts(roles.operands, roles.pipes, softmax, NoConsumerLoads(), correction)
+        return ConsumerParts(roles.operands, roles.pipes, softmax, NoConsumerLoads(), correction, roles.few)
 
     @cute.jit
     def _consume(self, work: Work, parts: ConsumerParts, results: tuple, warp: Int32):
@@ -397,11 +421,19 @@ class ForwardKernel:
         # A descriptor is alike in all threads of a warpgroup.
         tSrK = mmas.qk.make_fragment_B(mmas.qk.get_slice(0).partition_B(parts.operands.k.smem))
         queries = self._queries(mmas, parts.operands.q.smem[None, None, wg], thread)
-        fragments = queries, keep_descriptor(tSrK)
+        fragments = queries, keep_descriptor(tSrK), *self._few_fragments(mmas, parts.few)
         output = precision.make_output(mmas, self._pv_mma, parts.operands.v.smem, parts.softmax)
         return precision.consumer_type(
             self.config, mmas, fragments, parts.pipes, parts.softmax, output, parts.loads, wg
         )
+
+    def _few_fragments(self, mmas: Mmas, few: tuple[TmaOperand, ...]) -> tuple[cute.Tensor, ...]:
+        """Few keys of K and V as operands B."""
+        if not few:
+            return ()
+        (of_k, of_v), qk = few, mmas.narrow_qk[self.config.few_keys]
+        tSrK = qk.make_fragment_B(qk.get_slice(0).partition_B(of_k.smem))
+        return tSrK, mmas.pv.make_fragment_B(mmas.pv.get_slice(0).partition_B(of_v.smem))
 
     def _queries(self, mmas: Mmas, sQ: cute.Tensor, thread: tuple[Int32, Int32]) -> SharedQueries:
         """Operand A of Q K^T, of a warpgroup whose rows are ``sQ``; ``thread`` is the warp in it and the lane."""
@@ -450,7 +482,8 @@ class ForwardKernel:
     def _tiled_mmas(self) -> Mmas:
         """S = Q K^T, Q from shared memory or registers, and O += P V with P in registers; each for one warpgroup."""
         c = self.config
-        narrow = {keys: self._qk_mma(keys) for keys in c.first_widths}
+        few = (c.few_keys,) if c.few_keys else ()
+        narrow = {keys: self._qk_mma(keys) for keys in (*few, *c.first_widths)}
         whole = (self._pv_mma(c.head_dim_v),) if c.columns_pv < c.head_dim_v else ()
         return Mmas(self._qk_mma(c.tile_n), self._pv_mma(c.columns_pv), narrow, whole)
 

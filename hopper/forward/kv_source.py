@@ -9,6 +9,7 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 
+from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
@@ -103,6 +104,22 @@ class DenseTma(LoopInvariant):
         load, tile = cpasync.CopyBulkTensorTileG2SOp(), (self.config.head_dim_v, self.config.tile_n)
         return cpasync.make_tiled_tma_atom(load, mVt, self.v_layout(dtype), tile)
 
+    def few_layouts(self) -> tuple[cute.ComposedLayout, cute.ComposedLayout]:
+        """Of ``few_keys`` of K, (keys, head_dim, consumers), and of V, (head_dim_v, keys, consumers)."""
+        c = self.config
+        k, v = (
+            swizzled_layout(c.few_keys, d, c.consumers, DSL_DTYPES[c.dtype])
+            for d in (c.head_dim, c.head_dim_v)
+        )
+        return k, cute.make_composed_layout(v.inner, 0, cute.select(v.outer, mode=[1, 0, 2]))
+
+    def make_few_atoms(self, mK: cute.Tensor, mVt: cute.Tensor) -> tuple:
+        """The TMA that loads ``few_keys`` of K, and that of V: atom and tensor of each."""
+        c, (k, v) = self.config, self.few_layouts()
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        of_k = cpasync.make_tiled_tma_atom(load, mK, k, (c.few_keys, c.head_dim))
+        return *of_k, *cpasync.make_tiled_tma_atom(load, mVt, v, (c.head_dim_v, c.few_keys))
+
     def make_pipelines(self, storage: Any) -> Pipelines:
         """The docstring of ``ForwardKernel`` has their table."""
         c = self.config
@@ -110,17 +127,27 @@ class DenseTma(LoopInvariant):
         warps_of_all = CooperativeGroup(Agent.Thread, WARPS_PER_WARPGROUP * c.consumers)
         row_bytes = c.head_dim * c.qk_bytes
         return Pipelines(
-            self._tma_pipeline(storage.barriers_q, c.consumers, warps_of_one, WARPGROUP_ROWS * row_bytes),
+            self._tma_pipeline(
+                storage.barriers_q, c.consumers, warps_of_one, (WARPGROUP_ROWS + c.few_keys) * row_bytes
+            ),
             self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * row_bytes),
             self._make_v_pipeline(storage, warps_of_all),
             self._make_row_pipelines(storage),
             self._make_o_pipelines(storage),
+            self._make_few_pipelines(storage, warps_of_one),
         )
 
     def _make_v_pipeline(self, storage: Any, consumers: CooperativeGroup):
         c = self.config
         v_bytes = c.tile_n * c.head_dim_v * c.element_bytes
         return self._tma_pipeline(storage.barriers_v, c.stages, consumers, v_bytes)
+
+    def _make_few_pipelines(self, storage: Any, warps: CooperativeGroup) -> tuple[PipelineTmaAsync, ...]:
+        c = self.config
+        if not c.few_keys:
+            return ()
+        v_bytes = c.few_keys * c.head_dim_v * c.element_bytes
+        return (self._tma_pipeline(storage.barriers_few, c.consumers, warps, v_bytes),)
 
     def _make_row_pipelines(self, storage: Any) -> tuple[PipelineTmaAsync, ...]:
         return ()

@@ -33,7 +33,7 @@ class Pipelines(NamedTuple):
     """From the producer to the consumers; the docstring of ``ForwardKernel`` has their table.
 
     ``rows`` is empty, or that of V in rows, within the producer. ``o`` is empty, or says when O, which lies in V's
-    place, has been read.
+    place, has been read. ``few`` is empty, or that of V of few keys, a stage for each warpgroup and a phase a tile.
     """
 
     q: PipelineTmaAsync
@@ -41,6 +41,7 @@ class Pipelines(NamedTuple):
     v: PipelineTmaAsync
     rows: tuple[PipelineTmaAsync, ...]
     o: tuple[PipelineAsync, ...] = ()
+    few: tuple[PipelineTmaAsync, ...] = ()
 
 
 class Mmas(NamedTuple):

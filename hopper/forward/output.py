@@ -52,6 +52,11 @@ class Output(LoopInvariant):
         issue_gemm(self.mma, self.acc, tOrP, tOrV, True, steps=keys // COLUMNS_PER_STEP)
 
     @cute.jit
+    def start_few(self, tOrP: cute.Tensor, tOrV: cute.Tensor):
+        """``start`` of ``few_keys``, whose V is ``tOrV``."""
+        issue_gemm(self.mma, self.acc, tOrP, tOrV, True, steps=self.config.few_keys // COLUMNS_PER_STEP)
+
+    @cute.jit
     def start_last(self, tOrP: cute.Tensor, stage: Int32):
         """``start`` of the last block of a tile."""
         self.start(tOrP, stage)

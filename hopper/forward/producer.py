@@ -5,12 +5,14 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Int32, const_expr
 
+from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
-from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.key_blocks import KeyBlocks, PartOfBlocks
 from cute_kernels.seqlen import PackedRows, SeqlenInfo
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.operands import PerOperand, Pipelines, o_state, producer_slot, q_state
 from hopper.forward.unscaled import NoScales
+from hopper.tiles import TmaOperand
 
 
 class NoWord(LoopInvariant):
@@ -34,8 +36,15 @@ class Producer(LoopInvariant):
     ahead: Q0, K_last, Q1, K, V_last, K, V, ..., V.
     """
 
-    def __init__(self, config: ForwardConfig, operands: PerOperand, pipes: Pipelines, scales: NoScales):
-        self.config = config
+    def __init__(
+        self,
+        config: ForwardConfig,
+        operands: PerOperand,
+        pipes: Pipelines,
+        scales: NoScales,
+        few: tuple[TmaOperand, ...] = (),
+    ):
+        self.config, self.few = config, few
         self.q, self.k, self.v = operands.q, operands.k, operands.v
         self.pipes = pipes
         self.scales = scales
@@ -61,14 +70,18 @@ class Producer(LoopInvariant):
 
         word.of_tile(blocks.count)
         self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
+        self._load_few_keys(blocks, head_kv, 0, q_phase)
         first = blocks.number(blocks.last)
         self.scales.begin()
         self.scales.publish(head_kv, seqlens, first, producer_slot(kv_state))
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, first, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
+            self._load_few_keys(blocks, head_kv, wg, q_phase)
         if const_expr(c.loads_k_ahead):
-            return self._load_ahead(blocks, first, (tKsK, tKgK), (tVsV, tVgV), kv_state)
+            kv_state = self._load_ahead(blocks, first, (tKsK, tKgK), (tVsV, tVgV), kv_state)
+            self._load_few_values(blocks, head_kv, q_phase)
+            return kv_state
         for pipe in self.pipes.o:
             # Q and K of a tile are loaded while O of the one before leaves V's place.
             pipe.producer_acquire(o_state(q_phase))
@@ -81,7 +94,39 @@ class Producer(LoopInvariant):
             self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, kv_state)
             self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, kv_state)
             kv_state.advance()
+        self._load_few_values(blocks, head_kv, q_phase)
         return kv_state
+
+    @cute.jit
+    def _load_few_keys(self, blocks: KeyBlocks, head_kv: Int32, wg: cutlass.Constexpr[int], q_phase: Int32):
+        """K of few keys of a warpgroup, with its Q."""
+        if const_expr(len(self.few) > 0):
+            c, (of_k, _) = self.config, self.few
+            tKsK, tKgK = of_k.partition((c.few_keys, c.head_dim), (None, 0), head_kv, blocks.seqlens.rows_k)
+            full = self.pipes.q.producer_get_barrier(q_state(c, wg, q_phase))
+            number = self._number_of_few(blocks, wg)
+            cute.copy(of_k.atom, tKgK[None, number], tKsK[None, wg], tma_bar_ptr=full)
+
+    @cute.jit
+    def _load_few_values(self, blocks: KeyBlocks, head_kv: Int32, q_phase: Int32):
+        """V of few keys of each warpgroup, behind all blocks, as it is asked for."""
+        if const_expr(len(self.few) > 0):
+            c, (_, of_v), (pipe,) = self.config, self.few, self.pipes.few
+            tVsV, tVgV = of_v.partition((c.head_dim_v, c.few_keys), (0, None), head_kv, blocks.seqlens.rows_k)
+            for wg in cutlass.range_constexpr(c.consumers):
+                number = self._number_of_few(blocks, wg)
+                self._load(pipe, of_v.atom, tVsV, tVgV, number, q_state(c, wg, q_phase))
+
+    @cute.jit
+    def _number_of_few(self, blocks: KeyBlocks, wg: cutlass.Constexpr[int]) -> Int32:
+        """Of the few keys that a warpgroup sees. Where there are none, what lies behind the sequence, which is zeros
+        and costs no memory."""
+        c = self.config
+        own = PartOfBlocks.of(blocks, wg, c.consumers)
+        number = ceil_div(blocks.seqlens.seqlen_k, c.few_keys)
+        if own.has_few:
+            number = own.end * (c.tile_n // c.few_keys)
+        return number
 
     @cute.jit
     def load_first(

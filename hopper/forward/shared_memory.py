@@ -39,6 +39,14 @@ def smem_layouts(c: ForwardConfig, kv_source: DenseTma) -> SmemLayouts:
     )
 
 
+def few_tensors(kv_source: DenseTma, storage: Any) -> tuple[cute.Tensor, cute.Tensor]:
+    """``few_keys`` of K and V in the memory ``storage``."""
+    k, v = kv_source.few_layouts()
+    return storage.sKfew.get_tensor(k.outer, swizzle=k.inner), storage.sVfew.get_tensor(
+        v.outer, swizzle=v.inner
+    )
+
+
 def words_of_mailbox(kv_source: DenseTma) -> int:
     """int32 of the mailbox in which warps learn of tiles."""
     return MAILBOX_STAGES * kv_source.words_of_tile
@@ -51,6 +59,7 @@ def storage_type(c: ForwardConfig, layouts: SmemLayouts, kv_source: DenseTma, pr
     o_elements = 0 if has_no_own_o else cute.cosize(layouts.o.outer)
     row_stages = kv_source.row_stages
     row_elements = row_stages * c.tile_n * c.head_dim_v
+    few = c.few_keys * c.consumers
 
     @cute.struct
     class SharedStorage:
@@ -58,6 +67,7 @@ def storage_type(c: ForwardConfig, layouts: SmemLayouts, kv_source: DenseTma, pr
         barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
         barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
         barriers_o: cute.struct.MemRange[cutlass.Int64, 2 * (c.o_shares_v or c.o_shares_rows)]
+        barriers_few: cute.struct.MemRange[cutlass.Int64, 2 * c.consumers * (c.few_keys > 0)]
         barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
         mailbox: cute.struct.Align[cute.struct.MemRange[Int32, words_of_mailbox(kv_source)], 16]
         barriers_rows: cute.struct.MemRange[cutlass.Int64, 2 * row_stages]
@@ -68,6 +78,8 @@ def storage_type(c: ForwardConfig, layouts: SmemLayouts, kv_source: DenseTma, pr
         sV: cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layouts.vt.outer)], SWIZZLED]
         sO: cute.struct.Align[cute.struct.MemRange[out_dtype, o_elements], SWIZZLED]
         sVrows: cute.struct.Align[cute.struct.MemRange[dtype, row_elements], SWIZZLED]
+        sKfew: cute.struct.Align[cute.struct.MemRange[dtype, few * c.head_dim], SWIZZLED]
+        sVfew: cute.struct.Align[cute.struct.MemRange[dtype, few * c.head_dim_v], SWIZZLED]
 
     return SharedStorage
 

@@ -87,10 +87,12 @@ class PlainTiling:
     head_dims: range
     above: int
     tiling: Tiling
+    dtypes: tuple[str, ...] = DTYPES
 
-    def serves(self, widest: int, seqlen_k: int, has_many_tiles: bool) -> bool:
+    def serves(self, dtype: str, widest: int, seqlen_k: int, has_many_tiles: bool) -> bool:
         return (
-            widest in self.head_dims
+            dtype in self.dtypes
+            and widest in self.head_dims
             and seqlen_k > self.above
             and self.tiling.serves(seqlen_k, has_many_tiles)
         )
@@ -172,6 +174,9 @@ SHORT_TILINGS: dict[tuple[int, int, bool], tuple[Tiling, ...]] = {
 """Rows before those of ``TILINGS`` where all keys are seen. Of few keys a last block is a large part: 1025 are nine
 blocks of 128, or six of 176 (`forward_short_and_ragged.json` in the development results)."""
 
+FEW_KEYS_APART = tiling(128, 128, 2, max_seqlen_k=6144, ping_pong=False, few_keys=16)
+"""At head_dim 128 under a causal mask. Shorter sequences lose where an SM has a tile or two, 2049 keys, 8 heads 4 %."""
+
 PLAIN_TILINGS: dict[tuple[int, int, bool], tuple[PlainTiling, ...]] = {
     **dict.fromkeys(
         ((64, 64, False), (64, 64, True)),
@@ -208,7 +213,10 @@ PLAIN_TILINGS: dict[tuple[int, int, bool], tuple[PlainTiling, ...]] = {
             for above, most in ((1024, 1056), (1152, 1232), (1280, ANY_LENGTH))
         ),
     ),
-    (128, 128, True): (PlainTiling(range(104, 105), 1280, high_tiling(96, 3)),),
+    (128, 128, True): (
+        PlainTiling(range(104, 105), 1280, high_tiling(96, 3)),
+        PlainTiling(range(128, 129), 4096, FEW_KEYS_APART, ("bfloat16",)),
+    ),
     (160, 160, True): (
         PlainTiling(range(144, 161), 2560, tiling(128, 128, 2, ping_pong=False, late_rescale=True)),
     ),
@@ -284,7 +292,7 @@ def has_many_tiles(
     """Whether a row with ``many_tiles`` serves a dense problem without a window; ``seqlens`` are those of Q and K,
     ``heads`` those of all batches."""
     key = (*problem.cover_head_dims(TUNED_HEAD_DIMS, head_dim, head_dim_v), causal)
-    rows = (*_plain_tiling(key, (head_dim, head_dim_v), seqlens[1], True), *TILINGS[key])
+    rows = (*_plain_tiling(DTYPES[0], key, (head_dim, head_dim_v), seqlens[1], True), *TILINGS[key])
     chosen = next(tiling for tiling in rows if tiling.serves(seqlens[1], True))
     return chosen.many_tiles and -(-seqlens[0] // chosen.tile_m) * heads >= MANY_TILES
 
@@ -318,12 +326,12 @@ def select_forward_config(
 
 
 def _plain_tiling(
-    key: tuple[int, int, bool], head_dims: tuple[int, int], seqlen_k: int, has_many_tiles: bool
+    dtype: str, key: tuple[int, int, bool], head_dims: tuple[int, int], seqlen_k: int, has_many_tiles: bool
 ) -> tuple[Tiling, ...]:
     """The tiling of PLAIN_TILINGS for these head_dims in the tiles of ``key``, if there is one."""
     widest = max(head_dims)
     rows = PLAIN_TILINGS.get(key, ())
-    return tuple(row.tiling for row in rows if row.serves(widest, seqlen_k, has_many_tiles))[:1]
+    return tuple(row.tiling for row in rows if row.serves(dtype, widest, seqlen_k, has_many_tiles))[:1]
 
 
 @lru_cache(maxsize=4096)
@@ -337,7 +345,7 @@ def select_plain_config(
         columns = WHOLE_BOXES, WHOLE_BOXES
     config = select_forward_config(dtype, *columns, causal, seqlen_k, has_many_tiles=has_many_tiles)
     pair = config.head_dim, config.head_dim_v
-    for tiling in _plain_tiling((*pair, causal), columns, seqlen_k, has_many_tiles):
+    for tiling in _plain_tiling(dtype, (*pair, causal), columns, seqlen_k, has_many_tiles):
         config = _build(tiling, dtype, (*pair, causal))
     used = -(-head_dim // COLUMNS_PER_STEP) * COLUMNS_PER_STEP
     # O of a single atom of columns would have lost a mode.
@@ -345,7 +353,7 @@ def select_plain_config(
     if (used, used_v) != pair:
         # Blocks of 176 keys do without turns for warpgroups that leave some out, which only whole rows have.
         has_turns = config.ping_pong or (config.tile_n == 176 and config.walks_apart)
-        config = replace(config, used_head_dim=used, used_head_dim_v=used_v, ping_pong=has_turns)
+        config = replace(config, used_head_dim=used, used_head_dim_v=used_v, ping_pong=has_turns, few_keys=0)
         validate_forward_config(config)
     return config
 
@@ -419,10 +427,12 @@ def _build(tiling: Tiling, dtype: str, key: tuple[int, int, bool]) -> ForwardCon
 
 def shipped_plain_configs() -> tuple[ForwardConfig, ...]:
     """Those of PLAIN_TILINGS for head_dims that fill their tiles, each once. Others have kernels for each head_dim."""
-    rows = [
-        (key, row.tiling) for key, rows in PLAIN_TILINGS.items() for row in rows if key[0] in row.head_dims
-    ]
-    return tuple(dict.fromkeys(_build(tiling, dtype, key) for dtype in DTYPES for key, tiling in rows))
+    rows = [(key, row) for key, rows in PLAIN_TILINGS.items() for row in rows if key[0] in row.head_dims]
+    return tuple(
+        dict.fromkeys(
+            _build(row.tiling, dtype, key) for dtype in DTYPES for key, row in rows if dtype in row.dtypes
+        )
+    )
 
 
 def shipped_forward_configs() -> tuple[ForwardConfig, ...]:

@@ -70,6 +70,7 @@ class WideForwardConfig:
     holds_values = True
     counts_from_end = False
     stores_first_apart = False
+    few_keys = 0
     consumers = CONSUMERS
     ctas_per_sm = 1
     element_bytes = 2

@@ -253,6 +253,9 @@ def forward_on_numpy(
         arguments.asked(q, k, v)
     if rows := first_rows_of(c, q, k):
         arguments.values += [row_map(out[:, :rows], WARPGROUP_ROWS, c.head_dim_v), b"\0" * 16]
+    if c.few_keys:
+        for rows, columns in ((k, c.head_dim), (v, c.head_dim_v)):
+            arguments.values += [row_map(rows, c.few_keys, columns), b"\0" * 16]
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return out, lse
 

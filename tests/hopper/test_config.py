@@ -209,8 +209,13 @@ def test_query_tiles_are_counted_from_the_end_where_that_was_measured():
     narrow = select_plain_config("bfloat16", 128, 128, True, 6145)
     assert narrow.counts_from_end and narrow.stores_first_apart and not wide.stores_first_apart
     others += [replace(narrow, **{field: True}) for field in ("window", "sinks", "softcap", "ping_pong")]
-    others.append(select_plain_config("float16", 128, 128, True, 6145))
-    sizes = ((64, 64, 8192), (128, 128, 6144), (120, 120, 8192), (224, 224, 4096), (256, 256, 1024))
+    short = select_plain_config("bfloat16", 128, 128, True, 6144)
+    assert short.counts_from_end and (short.few_keys, narrow.few_keys, wide.few_keys) == (16, 0, 0)
+    with pytest.raises(ValueError, match="few_keys is 16"):
+        validate_forward_config(replace(short, window=True))
+    others += [select_plain_config("float16", 128, 128, True, keys) for keys in (6144, 6145)]
+    others.append(select_plain_config("bfloat16", 128, 128, True, 4096))
+    sizes = ((64, 64, 8192), (120, 120, 8192), (224, 224, 4096), (256, 256, 1024))
     others += [select_plain_config("bfloat16", *dims, True, keys) for *dims, keys in sizes]
     assert not any(config.counts_from_end for config in others)
 

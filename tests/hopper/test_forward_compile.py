@@ -161,6 +161,7 @@ def test_ping_pong_off_emits_no_turn():
         select_forward_config("bfloat16", 64, 64, False, 300),
         select_forward_config("bfloat16", 128, 128, True, 130),
         select_forward_config("bfloat16", 128, 128, False, 3000),
+        select_plain_config("bfloat16", 128, 128, True, 4099),
         select_forward_config("bfloat16", 256, 256, True, 170),
         select_fp8_forward_config(128, 128, True, "bfloat16", 9000, 128),
     ],
@@ -176,6 +177,9 @@ def test_no_instruction_touches_a_register_of_a_wgmma_in_flight(config):
     if config.cuts_first_product:
         # And the block behind each, with P V of the part.
         parts += sum((config.head_dim + width) // steps for width in config.first_widths)
+    if config.few_keys:
+        # And few keys behind all blocks: under P V of the last one, and their own.
+        parts += of_block + config.few_keys // steps
     assert count == of_block * (3 if config.causal else 2) + parts
     assert hazards == []
 

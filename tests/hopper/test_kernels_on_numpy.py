@@ -16,9 +16,9 @@ from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper.forward.tilings import select_forward_config, select_plain_config
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, from_descales, quantize_qkv
 from hopper_attention.reference import attention_naive
-from tests.hopper import on_numpy
+from tests.hopper import hopper_machine, on_numpy
 from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, allowed_ratio, emulate
-from tests.hopper.hopper_machine import AT_ONCE, Cta, Groups, Timing, parse
+from tests.hopper.hopper_machine import AT_ONCE, Cta, Groups, Timing, Warp, parse
 from tests.hopper.on_numpy import backward_on_numpy, forward_on_numpy, fp8_forward_on_numpy
 from tests.ptx import ptx_of
 
@@ -146,6 +146,32 @@ def test_a_first_query_tile_that_is_stored_apart(seqlens: tuple[int, int]) -> No
     config = select_plain_config("bfloat16", 128, 128, True, 16384)
     assert config.stores_first_apart
     check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128, batch=2), ctas=2)
+
+
+FEW = [(131, 131), (257, 257), (272, 272), (200, 200), (300, 329), (130, 257), (256, 259), (321, 450), (3, 3)]
+NOT_FEW = [(273, 273), (256, 256), (140, 130), (70, 300)]
+
+
+@pytest.mark.parametrize("seqlens", [*FEW, *NOT_FEW])
+def test_few_keys_behind_a_block(seqlens: tuple[int, int]) -> None:
+    config = select_plain_config("bfloat16", 128, 128, True, 4099)
+    assert config.few_keys == 16
+    check_forward(config, draw(torch.bfloat16, seqlens, (2, 1), 128, batch=2), ctas=2)
+
+
+@pytest.mark.parametrize("seqlens", [(131, 131), (300, 329)])
+def test_few_keys_stay_until_their_product_is_made(seqlens: tuple[int, int], monkeypatch) -> None:
+    """Where copies come at once, products as late as they may, and the producer goes on after each step of others."""
+    turn = Warp.turn
+
+    def turn_of(warp: Warp) -> bool:
+        monkeypatch.setattr(hopper_machine, "QUANTUM", 400 if warp.number == 0 else 1)
+        return turn(warp)
+
+    monkeypatch.setattr(Cta, "receive", lambda cta, copy: copy())
+    monkeypatch.setattr(Warp, "turn", turn_of)
+    config = select_plain_config("bfloat16", 128, 128, True, 4099)
+    check_forward(config, draw(torch.bfloat16, seqlens, (2, 2), 128, batch=2))
 
 
 @pytest.mark.parametrize("keys", [4096, 16384])
