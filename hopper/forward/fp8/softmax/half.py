@@ -191,10 +191,11 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         448 or more, ``take_maximum`` makes them again."""
         of_row = over_lanes(self._find_largest(acc_S), maximum_of_halves)
         top = unpack(of_row, Float16)
+        scaled = [multiply_rounded(top[r], self.scale[r]) for r in range(ROWS_PER_THREAD)]
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            scaled = multiply_rounded(top[r], self.scale[r])
-            wanted = scaled + Float32(P_EXPONENT - self.risen_exponent)
-            self._place_shift(r, wanted if scaled > -Float32.inf else self.shift[r])
+            wanted = scaled[r] + Float32(P_EXPONENT - self.risen_exponent)
+            self._place_shift(r, wanted if scaled[r] > -Float32.inf else self.shift[r])
+        self._measure_first(acc_S, top, scaled)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentials_of_halves(acc_S, r)
             for j in cutlass.range_constexpr(self.words.shape[1]):
@@ -286,7 +287,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         if cute.arch.vote_any_sync(
             _is_any_above(lowered & Int32(SIGNLESS), pair_of(self.farthest) - 0x00010001)
         ):
-            self._take_maxima(self._scaled_maxima(acc_S), n_block)
+            self._take_far_maxima(acc_S, n_block)
         else:
             wanted = unpack(lowered, Float16)
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -294,7 +295,19 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
                 before, self.shift[r] = self.shift[r], Float32(P_EXPONENT) - wanted[r]
                 self.row_scale[r] = exp2(before - self.shift[r])
                 self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+            self._count_largest(multiply_add_halves(largest, scales, lowered), rise)
             self._note_rise(_is_any_above(exponents, pair_of(self.wary_exponent + FAR_RISE)), n_block)
+
+    def _measure_first(self, acc_S: cute.Tensor, tops: tuple, scaled: list):
+        """Where no float16 is the offset of a first maximum: nothing here, so that P comes from float32."""
+
+    def _count_largest(self, exponents: Int32, rise: Int32):
+        """The exponents of the largest P of both rows in a word, and by what their maxima have risen: nothing here."""
+
+    @cute.jit
+    def _take_far_maxima(self, acc_S: cute.Tensor, n_block: Int32):
+        """Where an offset goes beyond ``farthest``, or float16 does not hold a scale: P comes from float32 then."""
+        self._take_maxima(self._scaled_maxima(acc_S), n_block)
 
     @cute.jit
     def _scaled_maxima(self, acc_S: cute.Tensor) -> tuple[Float32, Float32]:
