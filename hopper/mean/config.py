@@ -30,6 +30,11 @@ E4M3_BITS, SMALL_FIRST, MOST_LEFT = 4, 2.0**-5, 128.0
 """A mean keeps so many significant bits, those of e4m3, where the first value of its column is below this share of it,
 and where the square of what that leaves of it, times the keys that were looked at, is below so many variances."""
 
+LEAST_FIRST, SMALL_FIRSTS, NEIGHBOURS, MOST_KEPT = 2.0**-10, 0.5, 32, 192.0
+"""A column keeps its mean where the first values of so many neighbours, unless their mean is chance, are all below the
+second share of theirs, its own is above the first one, and the square of its mean, times the keys that were looked at,
+is below so many variances."""
+
 COLUMNS = 64
 """Of a head, that are taken at once: 128 bytes of a row."""
 

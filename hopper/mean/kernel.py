@@ -16,12 +16,15 @@ from hopper.mean.config import (
     E4M3_BITS,
     GROUPS,
     LANES_OF_ROW,
+    LEAST_FIRST,
+    MOST_KEPT,
     MOST_LEFT,
     OUTLYING,
     ROWS_OF_WARP,
     RUN,
     RUNS,
     SMALL_FIRST,
+    SMALL_FIRSTS,
     STEP_EXPONENT,
     THREADS,
     WARP_THREADS,
@@ -126,10 +129,11 @@ class ValueMeanKernel:
         else:
             cute.arch.sync_threads()
         own = first_column + thread
-        if rank == 0 and thread < COLUMNS and own < mV.shape[3]:
-            mMean[sequence, head, own] = worth_subtracting(
-                received, thread, pivots[thread, 0], groups * counted
-            )
+        if rank == 0 and thread < COLUMNS:
+            place = own, Int32(mV.shape[3])
+            mean = worth_subtracting(received, thread, place, pivots[thread, 0], groups * counted)
+            if own < mV.shape[3]:
+                mMean[sequence, head, own] = mean
 
     def _rows(self, mV: cute.Tensor, lengths: tuple, sequence: Int32) -> tuple:
         """(entry of V that a sequence is in, its first row there, its rows)."""
@@ -232,9 +236,11 @@ class PackedValueMeanKernel(ValueMeanKernel):
 
 
 @cute.jit
-def worth_subtracting(received: cute.Tensor, column: Int32, first: Float32, keys: Int32) -> Float32:
+def worth_subtracting(
+    received: cute.Tensor, column: Int32, place: tuple, first: Float32, keys: Int32
+) -> Float32:
     """What to subtract from a column of a head, of which ``keys`` keys were looked at and which begins with ``first``.
-    A group whose mean is NaN does not count."""
+    A group whose mean is NaN does not count. ``place`` are the number of the column and the columns there are."""
     means, count = with_fillers([received[column, group, 0] for group in range(GROUPS)])
     middle = upper_median(means)
     farthest = Float32(OUTLYING) * upper_median([distance_from(middle, mean) for mean in means])
@@ -248,10 +254,18 @@ def worth_subtracting(received: cute.Tensor, column: Int32, first: Float32, keys
     for group in cutlass.range_constexpr(GROUPS):
         variances.append(received[column, group, 1] if is_number(means[group]) else means[group])
     variance = upper_median(variances)
-    result = of_few_bits(on_the_grid(robust, variance), first, variance, keys)
+    rounded = on_the_grid(robust, variance)
     is_chance = robust * robust * Float32(keys) < Float32(CHANCE * CHANCE) * variance
-    is_kept = count > 0 and not is_chance and is_number(result)
-    return result if is_kept else Float32(0.0)
+    (own, columns), size = place, cute.math.absf(rounded)
+    # A warp has the neighbours.
+    is_little = cute.math.absf(first) < Float32(SMALL_FIRSTS) * size
+    all_little = cute.arch.vote_all_sync((own >= columns) | is_chance | is_little)
+    has_digits = cute.math.absf(first) >= Float32(LEAST_FIRST) * size
+    is_short = rounded * rounded * Float32(keys) < Float32(MOST_KEPT) * variance
+    stays = all_little and has_digits and is_short
+    result = of_few_bits(rounded, first, variance, keys)
+    is_worth_it = count > 0 and not is_chance and not stays and is_number(result)
+    return result if is_worth_it else Float32(0.0)
 
 
 @cute.jit

@@ -35,11 +35,15 @@ from hopper.mean.config import (
     CHANCE,
     E4M3_BITS,
     GROUPS,
+    LEAST_FIRST,
+    MOST_KEPT,
     MOST_LEFT,
+    NEIGHBOURS,
     OUTLYING,
     RUN,
     RUNS,
     SMALL_FIRST,
+    SMALL_FIRSTS,
     STEP_EXPONENT,
     groups_of,
     is_sampled,
@@ -150,7 +154,9 @@ def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
 
     The first token of a language model often has a value of nearly zero, and most of the attention. A mean that e4m3
     holds leaves of it a number that e4m3 holds. So the mean of a column that begins so is rounded to E4M3_BITS
-    significant bits as well, unless sums of one sign would lose too much by what that leaves of it.
+    significant bits as well, unless sums of one sign would lose too much by what that leaves of it. What
+    is nearly zero beside the mean may still be most of the output: where the value is small in all of some neighbouring
+    columns, and few keys lose little by their mean, a column keeps it, unless the value is 0 or next to it.
     """
     groups, length = groups_of(v.shape[1])
     counted = sample_size(length) if is_sampled(v.shape[1]) else length
@@ -167,9 +173,10 @@ def worth_subtracting(
     exponent = (squared.frexp().exponent - 1).div(2, rounding_mode="floor") + STEP_EXPONENT
     step = torch.ldexp(torch.ones_like(squared), exponent)
     rounded = torch.where(squared >= SMALLEST_NORMAL, (mean / step).round() * step, mean)
-    rounded = _of_few_bits(rounded, first, squared, keys)
     is_chance = mean * mean * keys < CHANCE**2 * squared
-    return torch.where(is_chance | ~rounded.isfinite(), 0.0, rounded)
+    is_kept = _is_kept(rounded, first, squared, keys, is_chance)
+    rounded = _of_few_bits(rounded, first, squared, keys)
+    return torch.where(is_chance | is_kept | ~rounded.isfinite(), 0.0, rounded)
 
 
 def _of_few_bits(
@@ -182,6 +189,23 @@ def _of_few_bits(
     left = few - mean
     is_little = left * left * keys < MOST_LEFT * squared
     return torch.where((first.abs() < SMALL_FIRST * mean.abs()) & is_little, few, mean)
+
+
+def _is_kept(
+    mean: torch.Tensor,
+    first: torch.Tensor,
+    squared: torch.Tensor,
+    keys: int | torch.Tensor,
+    is_chance: torch.Tensor,
+) -> torch.Tensor:
+    """Whether columns (b, hk, d) stay as they are: the first token is next to nothing in all of some neighbours, has
+    digits in the column, and sums of one sign of so few keys lose little."""
+    columns = mean.shape[-1]
+    is_small = (first.abs() < SMALL_FIRSTS * mean.abs()) | is_chance
+    is_small = pad(is_small, (0, -columns % NEIGHBOURS), value=True)
+    all_small = is_small.unflatten(-1, (-1, NEIGHBOURS)).all(-1).repeat_interleave(NEIGHBOURS, -1)
+    has_digits = first.abs() >= LEAST_FIRST * mean.abs()
+    return all_small[..., :columns] & has_digits & (mean * mean * keys < MOST_KEPT * squared)
 
 
 def _segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

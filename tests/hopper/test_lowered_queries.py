@@ -75,7 +75,7 @@ def run_unlowered(
     plain = replace(config, lowers_queries=False)
     validate_forward_config(plain)
     with monkeypatch.context() as patch:
-        patch.setattr(precision, "HalfScoresSoftmax", HalfScoresOfAnyCodes)
+        patch.setattr(precision, "FarHalfScoresSoftmax", HalfScoresOfAnyCodes)
         program = parse(compile_ptx(plain))
         patch.setattr(on_numpy, "program_of", lambda _: program)
         return fp8_forward_on_numpy(plain, parts, softmax_scale, LATE, **options)

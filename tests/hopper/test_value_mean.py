@@ -127,6 +127,23 @@ def test_means_of_few_bits_where_values_begin_with_nothing() -> None:
     assert torch.equal(packed_mean_on_numpy(rows, packing, 2)[:1], twin)
 
 
+def test_columns_keep_their_mean_where_the_first_token_is_little_and_keys_are_few() -> None:
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(1, 1000, 2, 80, generator=generator) + 0.4
+    v[:, 0] *= 0.01
+    v[:, 0, 0, ::8] = 0.0
+    # Of other neighbours one value is not little, and behind them are columns that are none.
+    v[:, 0, 0, 40] = 1.0
+    v = v.bfloat16()
+    found, twin = mean_on_numpy(v, 2), mean_worth_subtracting(v)
+    kept = found == 0
+    assert torch.equal(found, twin)
+    assert not kept[0, 0, :32:8].any() and not kept[0, 0, 32:64].any()
+    assert kept[0, 0, 1:8].all() and kept[0, 0, 65:72].all() and kept[0, 1].float().mean() > 0.9
+    longer = torch.cat([v] + 8 * [v[:, 1:]], dim=1)
+    assert mean_worth_subtracting(longer).all()
+
+
 def test_bad_values_and_outliers() -> None:
     v = draw(1, 1600, 1, 16)
     v[0, 5:9, 0, 0], v[0, ::50, 0, 1], v[0, 70, 0, 2], v[0, 100:300, 0, 3] = math.nan, math.inf, -1e30, 3e4

@@ -334,3 +334,19 @@ def test_a_first_token_that_most_attend_to_and_whose_value_is_nothing(offset: fl
     weight = torch.softmax(q[0, :, 0].double() @ k[0, :, 0].double().T / 8.0, -1)[:, 0].mean()
     assert 0.8 < weight < 0.98
     assert errors[1] < 1.1 * errors[0]
+
+
+def test_a_first_value_that_is_little_beside_the_mean_but_not_beside_the_output() -> None:
+    """Most of the attention, and a thirtieth of the mean: less the mean it would be rounded away."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 64, generator=generator) for n in (200, 1500, 1500))
+    towards = torch.nn.functional.normalize(torch.ones(64), dim=0)
+    q, v = q + 4.0 * towards, v + 0.3
+    k[:, 0], v[:, 0] = 36.0 * towards, 0.01 * torch.randn(2, 64, generator=generator)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    oracle, _ = attention_naive(q, k, v)
+    errors = [
+        rms(flash_attn_fp8_func(q, k, v, quantization=Fp8Quantization(smooth_v=smooth)).double() - oracle)
+        for smooth in (False, True)
+    ]
+    assert errors[1] < 1.1 * errors[0]

@@ -18,7 +18,8 @@ from hopper.forward.fp8.mean_v import MeanOfV
 from hopper.forward.fp8.scales import SLOT_FLOATS, SLOTS_PER_STAGE, BlockScales, ScalePublisher
 from hopper.forward.fp8.softmax.eager import EagerSoftmax
 from hopper.forward.fp8.softmax.exact import ExactSoftmax
-from hopper.forward.fp8.softmax.half import HalfScoresOfAnyCodes, HalfScoresSoftmax
+from hopper.forward.fp8.softmax.far import FarHalfScoresSoftmax
+from hopper.forward.fp8.softmax.half import HalfScoresOfAnyCodes
 from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
 from hopper.forward.fp8.two_level import TwoLevelOutput
 from hopper.forward.fp8.warp_scores import WarpScores
@@ -66,7 +67,7 @@ class BlockScaled(SixteenBits):
             pairs = c.tile_n // COLUMNS_PER_GROUP
             if c.lowers_queries:
                 return HalfScoresOfAnyCodes(*common, pairs, (self._queries(storage),))
-            return HalfScoresSoftmax(*common, pairs)
+            return FarHalfScoresSoftmax(*common, pairs)
         if c.softmax is Softmax.LAGGING:
             return LaggingSoftmax(*common, self._warp_scores(storage))
         return (EagerSoftmax if c.softmax is Softmax.EAGER else ExactSoftmax)(*common)

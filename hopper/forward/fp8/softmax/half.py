@@ -144,6 +144,12 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def exponentiate_by_stale_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
         """P of row ``r`` by the maximum of the last block that has had one."""
+        self._exponentials_of_halves(acc_S, r)
+        self.totals[r] = pin(self._sum_of_words(r))
+
+    @cute.jit
+    def _exponentials_of_halves(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        """Those of row ``r`` in float16, by its shift."""
         scores = words_of_pairs(acc_S)
         slope, scale = self.slopes[r], self.scales[r]
         ceiling = ceiling_of_offset(self.offset[r])
@@ -152,7 +158,6 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
                 self.words[r, j] = exp2_of_halves_by_chords(scores[r, j], slope, ceiling)
             else:
                 self.words[r, j] = exp2_of_halves(scores[r, j], scale, self.offset[r])
-        self.totals[r] = pin(self._sum_of_words(r))
 
     @cute.jit
     def store_P(self, operand: cute.Tensor, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
@@ -181,20 +186,24 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def take_first_maxima(self, operand: cute.Tensor, acc_S: cute.Tensor):
         """P of a tile's first block, both rows by their maxima: made in float16 as in other blocks, the largest P of a
-        row a little above 2^3. Where a row's P is lost, or a thread's sum of it above 448, ``take_maximum`` makes them
-        again."""
-        of_thread = self._find_largest(acc_S)
-        of_row = over_lanes(of_thread, maximum_of_halves)
-        own, top = unpack(of_thread, Float16), unpack(of_row, Float16)
+        row a little above 2^3. ``row_sum`` counts all of them as e4m3 rounds them: so a row that sees one key has its
+        value, and few keys are off by what their P differ in alone. Where a row's P is lost, or a thread's sum of it
+        448 or more, ``take_maximum`` makes them again."""
+        of_row = over_lanes(self._find_largest(acc_S), maximum_of_halves)
+        top = unpack(of_row, Float16)
+        scaled = [multiply_rounded(top[r], self.scale[r]) for r in range(ROWS_PER_THREAD)]
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            scaled = multiply_rounded(top[r], self.scale[r])
-            wanted = scaled + Float32(P_EXPONENT - self.risen_exponent)
-            self._place_shift(r, wanted if scaled > -Float32.inf else self.shift[r])
+            wanted = scaled[r] + Float32(P_EXPONENT - self.risen_exponent)
+            self._place_shift(r, wanted if scaled[r] > -Float32.inf else self.shift[r])
+        self._measure_first(acc_S, top, scaled)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.exponentiate_by_stale_maximum(acc_S, r)
-        # A row whose largest score is NaN has NaN for P, and needs no other.
+            self._exponentials_of_halves(acc_S, r)
+            for j in cutlass.range_constexpr(self.words.shape[1]):
+                self.words[r, j] = round_to_e4m3(self.words[r, j])
+            self.totals[r] = self._sum_of_words(r)
+        # What e4m3 does not hold is 448. A row whose largest score is NaN has NaN for P, and needs no other.
         is_lost = [
-            not self.totals[r] <= Float32(LARGEST_P) and top[r] == top[r] for r in range(ROWS_PER_THREAD)
+            not self.totals[r] < Float32(LARGEST_P) and top[r] == top[r] for r in range(ROWS_PER_THREAD)
         ]
         if cute.arch.vote_any_sync(is_lost[0] or is_lost[1]):
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -202,9 +211,6 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         else:
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 self.row_sum[r] = self.totals[r]
-                if own[r] == top[r]:
-                    largest = multiply_rounded(top[r], self.scale[r]) + Float32(P_EXPONENT) - self.shift[r]
-                    self.row_sum[r] = self.totals[r] + _rounding_of(exp2(largest))
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.store_P(operand, acc_S, r)
 
@@ -281,7 +287,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         if cute.arch.vote_any_sync(
             _is_any_above(lowered & Int32(SIGNLESS), pair_of(self.farthest) - 0x00010001)
         ):
-            self._take_maxima(self._scaled_maxima(acc_S), n_block)
+            self._take_far_maxima(acc_S, n_block)
         else:
             wanted = unpack(lowered, Float16)
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -289,7 +295,19 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
                 before, self.shift[r] = self.shift[r], Float32(P_EXPONENT) - wanted[r]
                 self.row_scale[r] = exp2(before - self.shift[r])
                 self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+            self._count_largest(multiply_add_halves(largest, scales, lowered), rise)
             self._note_rise(_is_any_above(exponents, pair_of(self.wary_exponent + FAR_RISE)), n_block)
+
+    def _measure_first(self, acc_S: cute.Tensor, tops: tuple, scaled: list):
+        """Where no float16 is the offset of a first maximum: nothing here, so that P comes from float32."""
+
+    def _count_largest(self, exponents: Int32, rise: Int32):
+        """The exponents of the largest P of both rows in a word, and by what their maxima have risen: nothing here."""
+
+    @cute.jit
+    def _take_far_maxima(self, acc_S: cute.Tensor, n_block: Int32):
+        """Where an offset goes beyond ``farthest``, or float16 does not hold a scale: P comes from float32 then."""
+        self._take_maxima(self._scaled_maxima(acc_S), n_block)
 
     @cute.jit
     def _scaled_maxima(self, acc_S: cute.Tensor) -> tuple[Float32, Float32]:

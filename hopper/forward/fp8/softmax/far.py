@@ -1,0 +1,159 @@
+"""The softmax of FP8 scores in float16 whose maximum may lie thousands of octaves from 0."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float16, Float32, Int32, const_expr
+
+from cute_kernels.fast_math import (
+    maximum_of_halves,
+    multiply_rounded,
+    pack,
+    permute_bytes,
+    pin,
+    round_to_e4m3,
+    subtract_halves,
+    unpack,
+)
+from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, words_of_pairs
+from cute_kernels.integers import maximum
+from cute_kernels.key_blocks import KeyBlocks
+from hopper.forward.fp8.exp2 import (
+    CEILING,
+    EXPONENTS,
+    exp2_of_halves,
+    exp2_of_halves_by_chords,
+)
+from hopper.forward.fp8.row_maximum import over_lanes
+from hopper.forward.fp8.softmax.exact import P_EXPONENT
+from hopper.forward.fp8.softmax.half import HalfScoresSoftmax, pair_of
+
+OWN_HALVES = 0x7610
+"""The lower half of one word below the upper one of another."""
+
+IS_FAR = 2
+"""``has_risen`` of a warp whose offsets are those of one block."""
+
+SHIFT_STEP = 2.0**-23
+"""What a float32 is rounded by, at most twice that."""
+
+NOTHING, ONES = pair_of(-float("inf")), pair_of(1.0)
+"""Exponents of 0, and a scale that changes nothing."""
+
+SLOPES_OF_ONE, CEILING_OF_0 = pair_of(-1.0 / EXPONENTS), pair_of(CEILING / EXPONENTS)
+"""What chords want of exponents as they are."""
+
+LEAST_OFFSET = -1000.0
+"""Of a block all of whose P vanish."""
+
+
+class FarHalfScoresSoftmax(HalfScoresSoftmax):
+    """``HalfScoresSoftmax`` without P from float32 where a row's maximum is beyond ``farthest``.
+
+    No float16 is the offset of such a row. So a warp that has one takes the maxima of each block: less the block's own,
+    which is exact for all scores that count beside it, scores have an offset near 0. That is the block's alone:
+    ``offset`` is NaN again before the next one (``rescale_if_needed``). The scores of the block are lost with it, so
+    no P of such a block may be made again: it is done where all largest scores and scales of the warp are numbers, or
+    rows have no keys.
+
+    ``risen`` are the exponents of the largest P of the rows in the last block in which a maximum has risen.
+    """
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.risen = cute.make_rmem_tensor(1, Int32)
+
+    @cute.jit
+    def begin_walk(self, blocks: KeyBlocks):
+        HalfScoresSoftmax.begin_walk(self, blocks)
+        self.risen[0] = Int32(NOTHING)
+
+    @cute.jit
+    def _count_largest(self, exponents: Int32, rise: Int32):
+        """``finalize`` counts what they become. A row without a rise may have had a larger one."""
+        self.risen[0] = maximum_of_halves(subtract_halves(self.risen[0], rise), exponents)
+
+    @cute.jit
+    def take_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+        HalfScoresSoftmax.take_maximum(self, acc_S, r)
+        halves = (self.risen[0], Int32(NOTHING)) if const_expr(r == 1) else (Int32(NOTHING), self.risen[0])
+        self.risen[0] = permute_bytes(*halves, OWN_HALVES)
+
+    @cute.jit
+    def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
+        """Where the last key that raised a row's maximum outweighs all others, the output has it as e4m3 rounds it.
+
+        A kernel with chords has it from them, however few its columns by chords are: the first key lies in one, and
+        inputs like a model's attend to that.
+        """
+        if const_expr(self.polynomial_pairs > 0):
+            slopes, ceiling = (pin(Int32(x), Int32) for x in (SLOPES_OF_ONE, CEILING_OF_0))
+            p = exp2_of_halves_by_chords(self.risen[0], slopes, ceiling)
+        else:
+            p = exp2_of_halves(self.risen[0], pin(Int32(ONES), Int32), pin(Int32(0), Int32))
+        roundings = unpack(subtract_halves(round_to_e4m3(p), p), Float16)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.row_sum[r] = self.row_sum[r] + roundings[r] * Float32(1.0 / LANES_PER_ROW)
+        HalfScoresSoftmax.finalize(self, inverse_sum, lse, head_kv, batch)
+
+    @cute.jit
+    def _measure_first(self, acc_S: cute.Tensor, tops: tuple, scaled: list):
+        if self._has_far_rows(tops):
+            self.calm_from[0], self.has_risen[0] = Int32(-1), Int32(IS_FAR)
+            self.row_scale.fill(1.0)
+            self._measure_from_own(acc_S, tops, scaled)
+
+    @cute.jit
+    def _take_far_maxima(self, acc_S: cute.Tensor, n_block: Int32):
+        tops = unpack(over_lanes(self.largest[0], maximum_of_halves), Float16)
+        scaled = [multiply_rounded(tops[r], self.scale[r]) for r in range(ROWS_PER_THREAD)]
+        self._take_maxima(tuple(scaled), n_block)
+        if self._has_far_rows(tops):
+            self.calm_from[0] = n_block - 1 - self.wary_blocks
+            self.has_risen[0] = Int32(IS_FAR)
+            self._measure_from_own(acc_S, tops, scaled)
+            self.risen[0] = Int32(NOTHING)
+
+    @cute.jit
+    def _has_far_rows(self, tops: tuple) -> Boolean:
+        """Whether a row of the warp is beyond ``farthest``, and none has or becomes NaN. ``tops`` are the largest
+        scores of the thread's rows."""
+        is_number, is_far = Boolean(True), Boolean(False)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            scale = unpack(self.scales[r], Float16)[0]
+            is_number = is_number & (scale > Float32(0.0)) & (tops[r] < Float32.inf)
+            is_far = is_far | (self._is_beyond(r) & (tops[r] > -Float32.inf))
+        return cute.arch.vote_all_sync(is_number) & cute.arch.vote_any_sync(is_far)
+
+    def _is_beyond(self, r: int) -> Boolean:
+        return cute.math.absf(self.shift[r]) >= Float32(self.farthest)
+
+    @cute.jit
+    def _measure_from_own(self, acc_S: cute.Tensor, tops: tuple, scaled: list):
+        """Take the block's maxima ``tops`` from its scores, and make ``offset`` that of what is left."""
+        scores, aim = words_of_pairs(acc_S), Float32(self.wary_exponent)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            has_keys = tops[r] > -Float32.inf
+            offset = scaled[r] - self.shift[r] + Float32(P_EXPONENT)
+            # Float32 may have steps of octaves there. A score of float16 that is less is so by more.
+            step = cute.math.absf(self.shift[r]) * Float32(SHIFT_STEP)
+            offset = aim if self._is_beyond(r) & (offset + step >= aim) else offset
+            offset = cute.arch.fmax(offset if has_keys else -Float32.inf, Float32(LEAST_OFFSET))
+            self.offset[r] = pack(offset, offset, Float16)
+            top = tops[r] if has_keys else Float32(0.0)
+            own = pack(top, top, Float16)
+            for j in cutlass.range_constexpr(scores.shape[1]):
+                scores[r, j] = subtract_halves(scores[r, j], own)
+
+    @cute.jit
+    def change_unit(self):
+        before = self.has_risen[0]
+        HalfScoresSoftmax.change_unit(self)
+        self.has_risen[0] = maximum(before, self.has_risen[0])
+
+    @cute.jit
+    def rescale_if_needed(self, acc_O: cute.Tensor):
+        before = self.has_risen[0]
+        HalfScoresSoftmax.rescale_if_needed(self, acc_O)
+        if before == IS_FAR:
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                self._place_shift(r, self.shift[r])
