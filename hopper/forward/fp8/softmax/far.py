@@ -45,6 +45,12 @@ SLOPES_OF_ONE, CEILING_OF_0 = pair_of(-1.0 / EXPONENTS), pair_of(CEILING / EXPON
 LEAST_OFFSET = -1000.0
 """Of a block all of whose P vanish."""
 
+LEAST_SCALE = 2.0**-11
+"""What is further below a row's largest score than float16 reaches vanishes with this, and may not with less."""
+
+SLACK = 2.0**-3
+"""Above ``wary_exponent``: so much more of 48 keys that are alike is still less than 448."""
+
 
 class FarHalfScoresSoftmax(HalfScoresSoftmax):
     """``HalfScoresSoftmax`` without P from float32 where a row's maximum is beyond ``farthest``.
@@ -53,7 +59,8 @@ class FarHalfScoresSoftmax(HalfScoresSoftmax):
     which is exact for all scores that count beside it, scores have an offset near 0. That is the block's alone:
     ``offset`` is NaN again before the next one (``rescale_if_needed``). The scores of the block are lost with it, so
     no P of such a block may be made again: it is done where all largest scores and scales of the warp are numbers, or
-    rows have no keys.
+    rows have no keys, and where no row near 0 has a scale below ``LEAST_SCALE`` or a shift so coarse that its largest P
+    is above the aim by more than ``SLACK``.
 
     ``risen`` are the exponents of the largest P of the rows in the last block in which a maximum has risen.
     """
@@ -97,7 +104,7 @@ class FarHalfScoresSoftmax(HalfScoresSoftmax):
 
     @cute.jit
     def _measure_first(self, acc_S: cute.Tensor, tops: tuple, scaled: list):
-        if self._has_far_rows(tops):
+        if self._has_far_rows(tops, scaled):
             self.calm_from[0], self.has_risen[0] = Int32(-1), Int32(IS_FAR)
             self.row_scale.fill(1.0)
             self._measure_from_own(acc_S, tops, scaled)
@@ -107,25 +114,28 @@ class FarHalfScoresSoftmax(HalfScoresSoftmax):
         tops = unpack(over_lanes(self.largest[0], maximum_of_halves), Float16)
         scaled = [multiply_rounded(tops[r], self.scale[r]) for r in range(ROWS_PER_THREAD)]
         self._take_maxima(tuple(scaled), n_block)
-        if self._has_far_rows(tops):
+        self.risen[0] = Int32(NOTHING)
+        if self._has_far_rows(tops, scaled):
             self.calm_from[0] = n_block - 1 - self.wary_blocks
             self.has_risen[0] = Int32(IS_FAR)
             self._measure_from_own(acc_S, tops, scaled)
-            self.risen[0] = Int32(NOTHING)
 
     @cute.jit
-    def _has_far_rows(self, tops: tuple) -> Boolean:
-        """Whether a row of the warp is beyond ``farthest``, and none has or becomes NaN. ``tops`` are the largest
-        scores of the thread's rows."""
+    def _has_far_rows(self, tops: tuple, scaled: list) -> Boolean:
+        """Whether a row of the warp is beyond ``farthest``, and none has NaN or may have to be made again. ``tops`` are
+        the largest scores of the thread's rows."""
         is_number, is_far = Boolean(True), Boolean(False)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             scale = unpack(self.scales[r], Float16)[0]
-            is_number = is_number & (scale > Float32(0.0)) & (tops[r] < Float32.inf)
+            is_fine = scaled[r] - self.shift[r] <= Float32(self.wary_exponent + SLACK - P_EXPONENT)
+            is_number = is_number & (scale >= Float32(LEAST_SCALE)) & (tops[r] < Float32.inf)
+            is_number = is_number & (is_fine | self._is_beyond(r))
             is_far = is_far | (self._is_beyond(r) & (tops[r] > -Float32.inf))
         return cute.arch.vote_all_sync(is_number) & cute.arch.vote_any_sync(is_far)
 
     def _is_beyond(self, r: int) -> Boolean:
-        return cute.math.absf(self.shift[r]) >= Float32(self.farthest)
+        """As ``_place_shift`` has it."""
+        return cute.math.absf(Float32(P_EXPONENT) - self.shift[r]) >= Float32(self.farthest)
 
     @cute.jit
     def _measure_from_own(self, acc_S: cute.Tensor, tops: tuple, scaled: list):
