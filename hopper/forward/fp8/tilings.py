@@ -123,9 +123,18 @@ FP8_RETURNED_LSE_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         half_scores(192, 192, 4),
         *FP8_TILINGS[64, True],
     ),
+    (128, False): (
+        lagging(128, 128, 4, max_seqlen_k=1280),
+        *FP8_HALF_SCORES_TILINGS[128, False],
+    ),
+    (256, False): (
+        eager(128, 128, 2, max_seqlen_k=768),
+        *FP8_HALF_SCORES_TILINGS[256, False],
+    ),
 }
 """In place of those of ``FP8_HALF_SCORES_TILINGS`` where scores fit float16 and someone gets the LSE, which scores in
-float32 make three times as fine. At other head_dims, and without a mask, one tiling serves both."""
+float32 make three times as fine: with scores in float16 the sum of a tile's first block has P as e4m3 rounds them, and
+few keys may all be rounded up. Elsewhere one tiling serves both."""
 
 LARGEST_HALF = 65504.0
 """Of float16."""
