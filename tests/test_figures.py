@@ -199,9 +199,8 @@ CLAIMS: list[tuple[str, str, Callable[[], Any]]] = [
     ),
     (
         "docs/limits.md",
-        "two of the 36 cells of the [report](results/fp8.md) are behind FlashAttention-3: head_dim 256, causal, "
-        "1k keys by {:.1f} % and 2k by {:.1f} %",
-        lambda: tuple(100 * (1 - ratio) for ratio in drop_ins() if ratio < 1),
+        "each of the 36 cells of the [report](results/fp8.md) is ahead of the best peer, the least by {:.1f} %",
+        lambda: (100 * (min(drop_ins()) - 1),),
     ),
     (
         "docs/limits.md",
@@ -387,8 +386,5 @@ def test_cells_that_pages_name_are_those_behind() -> None:
     found = cells("forward")
     assert min(found, key=lambda cell: cell.ratio).problem.name == WORST
     assert all(cell.ratio >= 1 for cell in found)
-    assert [cell.problem.name for cell in cells("fp8") if cell.drop_in < 1] == [
-        "bf16-b16-s1024-h8-d256-causal",
-        "bf16-b8-s2048-h8-d256-causal",
-    ]
+    assert all(cell.drop_in >= 1 for cell in cells("fp8"))
     assert all(cell.ratio > 1 for cell in cells("backward"))
