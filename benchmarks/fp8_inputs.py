@@ -22,6 +22,7 @@ from hopper_attention.experiments.bench.run import count_input_sets, describe_pl
 from hopper_attention.experiments.bench.spec import Problem, parse_shapes
 from hopper_attention.experiments.bench.timing import Effort, seconds_in_turns, stopwatch_for
 from hopper_attention.experiments.families.draws import FAMILIES, Family, draw_family
+from hopper_attention.experiments.families.errors import errors_of_draws
 from hopper_attention.experiments.families.page import KIND
 from hopper_attention.experiments.reports import dump_rows, write_text
 
@@ -42,8 +43,10 @@ def relative_error(problem: Problem, inputs: Any, out: torch.Tensor) -> float:
     return worst
 
 
-def measure(problem: Problem, family: Family, peers: dict[str, Peer], setting: Setting) -> dict[str, Any]:
-    """Microseconds and error of each peer on a problem."""
+def measure(
+    problem: Problem, family: Family, peers: dict[str, Peer], setting: Setting, draws: int
+) -> dict[str, Any]:
+    """Microseconds and error of each peer on a problem, and errors of so many draws."""
     effort, stopwatch = Effort(max_rounds=7), stopwatch_for(setting.device)
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size if setting.device == "cuda" else 1
     sets = [
@@ -56,7 +59,8 @@ def measure(problem: Problem, family: Family, peers: dict[str, Peer], setting: S
         launches[name] = [each.launch for each in prepared]
         errors[name] = relative_error(problem, sets[0], prepared[0].read(prepared[0].launch()))
     us = {name: 1e6 * s for name, s in seconds_in_turns(launches, stopwatch, effort).items()}
-    return {"problem": problem.name, "family": family.name, "us": us, "error": errors}
+    of_draws = errors_of_draws(problem, family, range(draws), peers, setting)
+    return {"problem": problem.name, "family": family.name, "us": us, "error": errors, "draws": of_draws}
 
 
 def main(arguments: list[str]) -> int:
@@ -65,6 +69,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--problems", default=PROBLEMS)
     parser.add_argument("--families", default=",".join(family.name for family in FAMILIES))
+    parser.add_argument(
+        "--draws", type=int, default=8, help="for errors beside FlashAttention-3's on our rotation"
+    )
     parser.add_argument("--fa3-library", default="", help="path of sglang-kernel's flash_ops.abi3.so")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--commit", default="", help="default: what git or a file COMMIT says")
@@ -81,7 +88,7 @@ def main(arguments: list[str]) -> int:
     cells = []
     for problem in parse_shapes(options.problems):
         for family in families:
-            cells.append(cell := measure(problem, family, peers, setting))
+            cells.append(cell := measure(problem, family, peers, setting, options.draws))
             shown = "  ".join(f"{n} {t:.1f} us {cell['error'][n]:.2e}" for n, t in cell["us"].items())
             print(f"{problem.name:38} {family.name:9} {shown}", flush=True)
     head = {
@@ -89,6 +96,7 @@ def main(arguments: list[str]) -> int:
         "method": {
             "rounds": "7 in turns, bursts of 5 ms, device time, inputs that rotate through memory",
             "error": "of two heads, evenly spaced rows",
+            "draws": f"{options.draws} of each cell, with seeds of their own",
         },
         "families": {family.name: family.what for family in families},
     }

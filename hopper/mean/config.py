@@ -26,14 +26,12 @@ STEP_EXPONENT, CHANCE = -6, 3.0
 """A mean is a multiple of 2 to this exponent, in units of the power of two below the spread of its column, and at least
 so many standard errors."""
 
-E4M3_BITS, SMALL_FIRST, MOST_LEFT = 4, 2.0**-5, 128.0
-"""A mean keeps so many significant bits, those of e4m3, where the first value of its column is below this share of it,
-and where the square of what that leaves of it, times the keys that were looked at, is below so many variances."""
+E4M3_BITS = 4
+"""Significant bits of e4m3. A vector that leaves so many of the first value of a column leaves it exact."""
 
-LEAST_FIRST, SMALL_FIRSTS, NEIGHBOURS, MOST_KEPT = 2.0**-10, 0.5, 32, 192.0
-"""A column keeps its mean where the first values of so many neighbours, unless their mean is chance, are all below the
-second share of theirs, its own is above the first one, and the square of its mean, times the keys that were looked at,
-is below so many variances."""
+MOST_LEFT, SMALL_FIRST, MOST_LEFT_OF_SMALL = 16.0, 2.0**-5, 128.0
+"""How far that vector may be from the mean: the square of the distance, times the keys that were looked at, is below so
+many variances, and below the last of these numbers where the first value is less than the second one of the mean."""
 
 COLUMNS = 64
 """Of a head, that are taken at once: 128 bytes of a row."""

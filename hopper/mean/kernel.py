@@ -16,15 +16,13 @@ from hopper.mean.config import (
     E4M3_BITS,
     GROUPS,
     LANES_OF_ROW,
-    LEAST_FIRST,
-    MOST_KEPT,
     MOST_LEFT,
+    MOST_LEFT_OF_SMALL,
     OUTLYING,
     ROWS_OF_WARP,
     RUN,
     RUNS,
     SMALL_FIRST,
-    SMALL_FIRSTS,
     STEP_EXPONENT,
     THREADS,
     WARP_THREADS,
@@ -130,8 +128,7 @@ class ValueMeanKernel:
             cute.arch.sync_threads()
         own = first_column + thread
         if rank == 0 and thread < COLUMNS:
-            place = own, Int32(mV.shape[3])
-            mean = worth_subtracting(received, thread, place, pivots[thread, 0], groups * counted)
+            mean = worth_subtracting(received, thread, pivots[thread, 0], groups * counted)
             if own < mV.shape[3]:
                 mMean[sequence, head, own] = mean
 
@@ -236,11 +233,9 @@ class PackedValueMeanKernel(ValueMeanKernel):
 
 
 @cute.jit
-def worth_subtracting(
-    received: cute.Tensor, column: Int32, place: tuple, first: Float32, keys: Int32
-) -> Float32:
+def worth_subtracting(received: cute.Tensor, column: Int32, first: Float32, keys: Int32) -> Float32:
     """What to subtract from a column of a head, of which ``keys`` keys were looked at and which begins with ``first``.
-    A group whose mean is NaN does not count. ``place`` are the number of the column and the columns there are."""
+    A group whose mean is NaN does not count."""
     means, count = with_fillers([received[column, group, 0] for group in range(GROUPS)])
     middle = upper_median(means)
     farthest = Float32(OUTLYING) * upper_median([distance_from(middle, mean) for mean in means])
@@ -256,16 +251,9 @@ def worth_subtracting(
     variance = upper_median(variances)
     rounded = on_the_grid(robust, variance)
     is_chance = robust * robust * Float32(keys) < Float32(CHANCE * CHANCE) * variance
-    (own, columns), size = place, cute.math.absf(rounded)
-    # A warp has the neighbours.
-    is_little = cute.math.absf(first) < Float32(SMALL_FIRSTS) * size
-    all_little = cute.arch.vote_all_sync((own >= columns) | is_chance | is_little)
-    has_digits = cute.math.absf(first) >= Float32(LEAST_FIRST) * size
-    is_short = rounded * rounded * Float32(keys) < Float32(MOST_KEPT) * variance
-    stays = all_little and has_digits and is_short
-    result = of_few_bits(rounded, first, variance, keys)
-    is_worth_it = count > 0 and not is_chance and not stays and is_number(result)
-    return result if is_worth_it else Float32(0.0)
+    mean = Float32(0.0) if is_chance or not is_number(rounded) else rounded
+    result = sparing_the_first(mean, first, variance, keys)
+    return result if count > 0 else Float32(0.0)
 
 
 @cute.jit
@@ -282,16 +270,17 @@ def on_the_grid(mean: Float32, variance: Float32) -> Float32:
 
 
 @cute.jit
-def of_few_bits(mean: Float32, first: Float32, variance: Float32, keys: Int32) -> Float32:
-    """A mean with the significant bits of e4m3, ties to even, where the ``first`` value of the column is next to
-    nothing beside it, and what that leaves of the mean is little for so many keys."""
+def sparing_the_first(mean: Float32, first: Float32, variance: Float32, keys: Int32) -> Float32:
+    """The vector next to ``mean`` that leaves of the ``first`` value of the column a number that e4m3 has, ties to
+    even, where the two are close enough for so many keys."""
     dropped = MANTISSA_BITS + 1 - E4M3_BITS
-    bits = mean.bitcast(Int32)
-    few = ((bits + ((1 << dropped - 1) - 1) + (bits >> dropped & 1)) >> dropped << dropped).bitcast(Float32)
-    left = few - mean
+    bits = (first - mean).bitcast(Int32)
+    code = ((bits + ((1 << dropped - 1) - 1) + (bits >> dropped & 1)) >> dropped << dropped).bitcast(Float32)
+    exact = first - code
+    left = exact - mean
     is_small = cute.math.absf(first) < Float32(SMALL_FIRST) * cute.math.absf(mean)
-    is_little = left * left * Float32(keys) < Float32(MOST_LEFT) * variance
-    return few if is_small and is_little else mean
+    most = Float32(MOST_LEFT_OF_SMALL) if is_small else Float32(MOST_LEFT)
+    return exact if left * left * Float32(keys) < most * variance else mean
 
 
 def is_number(x: Float32) -> cutlass.Boolean:

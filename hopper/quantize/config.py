@@ -32,8 +32,12 @@ DEFAULT_SMOOTH_V = True
 BANK_LINE = 128
 """Bytes of shared memory that lie in different banks."""
 
-KEYS_PER_STORE = 16
-"""Keys that a thread stores at once for one dimension of V: 16 bytes."""
+CARRY_KEYS, FEEDBACK, MOST_SHIFT = BLOCK_STEP, 2.0**-4, 2.0**-5
+"""Of so many keys of V errors are carried on: this share of their sum is added to the next value, but no more than the
+second share of the value."""
+
+RUNS_OF_PATCH, PATCH_COLUMNS = 4, 16
+"""Of V, that a warp rounds at once: each thread two columns of a run."""
 
 E4M3_MAX = 448.0
 LARGEST_OF_ROW = 256.0
@@ -134,12 +138,12 @@ class BlockTiling:
 
 
 @dataclass(frozen=True)
-class TransposeTiling:
-    """A block of bytes (rows, head_dim) in shared memory, written by rows and read by columns.
+class RunTiling:
+    """A block of float16 (rows, head_dim) in shared memory, written by rows, read by runs of CARRY_KEYS keys.
 
-    A row is padded to a power of two of chunks of 8 bytes. The chunks of each 128 bytes, or of each row if that is
-    longer, are permuted by an XOR, so that those which a warp writes or reads at once lie in different banks: eight
-    rows when it writes, one of each 16 rows when it reads.
+    A row begins at a line of 128 bytes. The chunks of 8 columns of each line are permuted by an XOR, so that those
+    which a warp writes or reads at once lie in different banks: neighbouring rows when it writes, a key of each of four
+    runs when it reads.
     """
 
     head_dim: int
@@ -148,12 +152,7 @@ class TransposeTiling:
     @property
     def pitch(self) -> int:
         """Bytes between two rows."""
-        return 1 << (self.head_dim - 1).bit_length()
-
-    @property
-    def line(self) -> int:
-        """Bytes within which chunks are permuted."""
-        return max(self.pitch, BANK_LINE)
+        return -(-2 * self.head_dim // BANK_LINE) * BANK_LINE
 
     @property
     def size(self) -> int:
@@ -161,25 +160,26 @@ class TransposeTiling:
 
     @property
     def runs(self) -> int:
-        """Runs of 16 keys in a block."""
-        return self.rows // KEYS_PER_STORE
+        return self.rows // CARRY_KEYS
 
     @property
-    def stores(self) -> int:
-        """Patches of 4 dimensions by 16 keys; a thread takes one at a time."""
-        return self.head_dim // 4 * self.runs
+    def patches(self) -> int:
+        """Patches of four runs by 16 columns, one for the 32 threads of a warp; the last runs may not be there."""
+        return self._fours * (self.head_dim // PATCH_COLUMNS)
 
-    def store(self, index: Any) -> tuple[Any, Any]:
-        """(run of keys, first dimension) of a patch: neighbours hold neighbouring keys."""
-        return index % self.runs, index // self.runs * 4
+    def chain(self, patch: Any, lane: Any) -> tuple[Any, Any]:
+        """(run, first column) of the two columns that a lane takes of a patch."""
+        run = patch % self._fours * RUNS_OF_PATCH + lane % RUNS_OF_PATCH
+        return run, patch // self._fours * PATCH_COLUMNS + lane // RUNS_OF_PATCH * 2
 
     def offset(self, run: Any, key: Any, column: Any) -> Any:
-        """Byte at which ``column``, a multiple of 4, of row 16 ``run`` + ``key`` lies."""
-        rows_of_line = self.line // self.pitch
-        number = run * (KEYS_PER_STORE // rows_of_line) + key // rows_of_line
-        chunk = key % rows_of_line * (self.pitch // CHUNK) + column // CHUNK
-        permuted = chunk ^ (run ^ key // rows_of_line % 4 * 4) & (self.line // CHUNK - 1)
-        return number * self.line + permuted * CHUNK + column % CHUNK
+        """Byte at which ``column``, an even one, of key ``key`` of a run lies."""
+        permuted = column // CHUNK ^ run % RUNS_OF_PATCH * 2 ^ key % 2 * 4 ^ key & 2
+        return (run * CARRY_KEYS + key) * self.pitch + permuted * 2 * CHUNK + column % CHUNK * 2
+
+    @property
+    def _fours(self) -> int:
+        return -(-self.runs // RUNS_OF_PATCH)
 
 
 @dataclass(frozen=True)
@@ -261,8 +261,9 @@ class QuantizeConfig:
         return self._tilings(self.warps)[2]
 
     @property
-    def vt(self) -> TransposeTiling:
-        return TransposeTiling(self.head_dim_v, self.block_k)
+    def vt(self) -> RunTiling:
+        """V between the passes by rows and by columns."""
+        return RunTiling(self.head_dim_v, self.block_k)
 
     @property
     def staging_bytes(self) -> int:

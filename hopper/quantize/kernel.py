@@ -20,8 +20,8 @@ from hopper.quantize.operand import (
     Operand,
     PackedItems,
     RowScaledOperand,
-    TransposedOperand,
 )
+from hopper.quantize.values import TransposedOperand
 
 PHASES = 4
 """Groups of CTAs that are at different parts of their work at any time."""

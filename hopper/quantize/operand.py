@@ -8,34 +8,14 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.fast_math import join, pack_e4m3
 from cute_kernels.hadamard import hadamard, hadamard_factor, scale_part
-from cute_kernels.integers import ceil_div, maximum
+from cute_kernels.integers import maximum
 from cute_kernels.invariant import LoopInvariant
-from hopper.forward.fp8.config import FP8_KEY_ORDER
-from hopper.quantize.config import (
-    BLOCK_STEP,
-    CHUNK,
-    KEYS_PER_STORE,
-    MIN_SCALE,
-    WARP_THREADS,
-    BlockTiling,
-    TransposeTiling,
-    hadamard_blocks,
-    is_power_of_two,
-)
-from hopper.quantize.words import (
-    load_async,
-    multiply_add,
-    reciprocal,
-    transpose_bytes,
-    widen,
-    widen_codes,
-    words_at,
-)
+from hopper.quantize.config import CHUNK, MIN_SCALE, BlockTiling, hadamard_blocks, is_power_of_two
+from hopper.quantize.words import load_async, multiply_add, reciprocal, widen, widen_codes, words_at
 
 CHUNK_BYTES = 2 * CHUNK
 CHUNK_WORDS = CHUNK // 2
 SIGN = -0x80000000
-MANTISSA = 2**23 - 1
 FLOATS_PER_COPY = 4
 
 
@@ -379,70 +359,6 @@ class RowScaledOperand(Operand):
             row = self.items.first_unit(place, 1) + number * t.rows + row_of_item
             self.scale[self.items.entry(place), head, row] = scale
         return inverse
-
-
-@dataclass(frozen=True)
-class TransposedOperand(Operand):
-    """V. ``data`` is (batch, heads, head_dim, keys), keys a multiple of 32, each 32 in the order FP8_KEY_ORDER.
-
-    Rounded rows go to ``buffer`` in shared memory, and from there by columns to global memory.
-    """
-
-    buffer: cute.Tensor
-    transposed: TransposeTiling
-
-    def _final_scale(self, scale: Float32) -> Float32:
-        """Rounded up to a power of two."""
-        return ((scale.bitcast(Int32) + MANTISSA) & ~MANTISSA).bitcast(Float32)
-
-    def _rows_stored(self, place: tuple) -> Int32:
-        """Rows of zeros fill up the last step of keys."""
-        return ceil_div(self.rows_present(place), BLOCK_STEP) * BLOCK_STEP
-
-    def _buffered(self, offset: Int32, words: int) -> cute.Tensor:
-        """Words of the buffer at an offset in bytes that is aligned to them."""
-        return cute.local_tile(self.buffer, (words,), (offset // (4 * words),))
-
-    @cute.jit
-    def _put(self, cta: Cta, row: cute.Tensor, inverse: Float32, p: cutlass.Constexpr[int], place: tuple):
-        """Round the row of pass ``p`` into the buffer. Zeros behind the sequence lose the signs of a rotation."""
-        t = self.tiling
-        row_of_item = t.row(p, cta.warp, cta.lane)
-        run, key = row_of_item // KEYS_PER_STORE, row_of_item % KEYS_PER_STORE
-        is_present = row_of_item < self.rows_present(place)
-        for c in cutlass.range_constexpr(t.chunks):
-            rounded = round_chunk(row, c, inverse)
-            if const_expr(self.rotate):
-                for i in cutlass.range_constexpr(CHUNK // 4):
-                    rounded[i] = rounded[i] if is_present else Int32(0)
-            if row_of_item < self._rows_stored(place):
-                offset = self.transposed.offset(run, key, t.column(c, cta.lane))
-                cute.autovec_copy(rounded, self._buffered(offset, CHUNK // 4))
-
-    @cute.jit
-    def _finish(self, cta: Cta, place: tuple):
-        """Store the buffer by columns, 16 keys at a time."""
-        number, head = place[:2]
-        v, threads = self.transposed, cta.warps * WARP_THREADS
-        first_key = self.items.first_unit(place, BLOCK_STEP) * BLOCK_STEP
-        base = Int64(self.items.entry(place)) * self.data.stride[0] + Int64(head) * self.data.stride[1]
-        base = base + (first_key + number * v.rows)
-        cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(ceil_div(v.stores, threads)):
-            index = cta.thread + i * threads
-            run, column = v.store(index)
-            if index < v.stores and run * KEYS_PER_STORE < self._rows_stored(place):
-                columns = [cute.make_rmem_tensor(KEYS_PER_STORE // 4, Int32) for _ in range(4)]
-                for quad in cutlass.range_constexpr(KEYS_PER_STORE // 4):
-                    keys = FP8_KEY_ORDER[4 * quad : 4 * quad + 4]
-                    rows = [self._buffered(v.offset(run, key, column), 1)[0] for key in keys]
-                    for c, word in enumerate(transpose_bytes(rows)):
-                        columns[c][quad] = word
-                for c in cutlass.range_constexpr(4):
-                    offset = base + Int64(column + c) * self.data.stride[2] + run * KEYS_PER_STORE
-                    cute.autovec_copy(
-                        columns[c], words_at(self.data.iterator.toint() + offset, KEYS_PER_STORE // 4)
-                    )
 
 
 def flip_signs(chunk: cute.Tensor, flips: cute.Tensor):

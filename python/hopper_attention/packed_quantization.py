@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
 from hopper.forward.tilings import PACKED_SEQLEN
 from hopper.mean.config import FEWEST_GROUPS, GROUP_KEYS, GROUPS, is_sampled, sample_size
-from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
+from hopper.quantize.config import CARRY_KEYS, E4M3_MAX, MIN_SCALE, largest_codes
 from hopper_attention import checks
 from hopper_attention.checks import TensorSpec
 from hopper_attention.features import missing
@@ -39,6 +39,7 @@ from hopper_attention.quantization_rules import (
     keys_looked_at,
     only_numbers,
     power_of_two,
+    round_runs,
     to_e4m3,
     worth_subtracting,
 )
@@ -136,7 +137,7 @@ def quantize_packed_by_torch(
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
     largest_q, largest_k = largest_codes(q.shape[2], c.granularity == "block" and c.block_q == 1)
-    rows = _quantize(v32, of_k, c.granularity, block_k, kv_heads, E4M3_MAX, final)
+    rows = _quantize(v32, of_k, c.granularity, block_k, kv_heads, E4M3_MAX, final, _round_values)
     return PackedQuantizedQKV(
         _quantize(q32, of_q, c.granularity, c.block_q, kv_heads, largest_q),
         _quantize(k32, of_k, c.granularity, block_k, kv_heads, largest_k),
@@ -188,6 +189,7 @@ def _quantize(
     kv_heads: int,
     largest: float,
     final: Callable[[Tensor], Tensor] = torch.Tensor.contiguous,
+    rounded: Callable[[Tensor, tuple[RowPlaces, Tensor]], Tensor] = lambda x, where: to_e4m3(x),
 ) -> PackedQuantizedTensor:
     """Quantize float32 x (total, heads, d), whose rows are at ``where``: their places and cu_seqlens."""
     places, cu_seqlens = where
@@ -202,8 +204,17 @@ def _quantize(
         amax = group.repeat_interleave(amax.shape[0] // kv_heads, 0)
     scale = final((amax * (1.0 / largest)).clamp_min(MIN_SCALE).contiguous())
     inverse = scale.reciprocal()[:, units].t().unsqueeze(-1)
-    data = to_e4m3(torch.where(places.is_used[:, None, None], x * inverse, 0.0))
-    return PackedQuantizedTensor(data, scale, block, largest)
+    scaled = torch.where(places.is_used[:, None, None], x * inverse, 0.0)
+    return PackedQuantizedTensor(rounded(scaled, where), scale, block, largest)
+
+
+def _round_values(x: Tensor, where: tuple[RowPlaces, Tensor]) -> Tensor:
+    """Rows x (total, heads, d) of V over their scales, in e4m3: ``round_runs`` of the runs that each sequence has."""
+    places, cu_seqlens = where
+    runs = x.new_zeros(count_units(x.shape[0], cu_seqlens.shape[0] - 1, CARRY_KEYS), CARRY_KEYS, *x.shape[1:])
+    run_and_key = places.units(cu_seqlens, CARRY_KEYS).long(), (places.row % CARRY_KEYS).long()
+    runs[run_and_key] = x
+    return round_runs(runs).view(torch.uint8)[run_and_key].view(E4M3)
 
 
 def _amax_of_units(x: Tensor, places: RowPlaces, units: Tensor, count: int) -> Tensor:

@@ -12,7 +12,8 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
   than 256, which the emulation alone attends to, have 448, and a row of Q by itself 256.
 - Scales of blocks of V are rounded up to a power of two. e4m3 has as many digits at one power as at another, so this
   costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
-- data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale.
+- data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale. V is rounded such
+  that errors of neighbouring keys cancel (:func:`round_values`).
 - NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
   other value of their block; but a rotated row is a mixture, and one such element makes NaN of all of its
   Hadamard block. Where each row of Q has a scale, they change nothing of the other rows; a row without finite values
@@ -35,22 +36,26 @@ from hopper.mean.config import (
     CHANCE,
     E4M3_BITS,
     GROUPS,
-    LEAST_FIRST,
-    MOST_KEPT,
     MOST_LEFT,
-    NEIGHBOURS,
+    MOST_LEFT_OF_SMALL,
     OUTLYING,
     RUN,
     RUNS,
     SMALL_FIRST,
-    SMALL_FIRSTS,
     STEP_EXPONENT,
     groups_of,
     is_sampled,
     run_of,
     sample_size,
 )
-from hopper.quantize.config import E4M3_MAX, MIN_SCALE, largest_codes
+from hopper.quantize.config import (
+    CARRY_KEYS,
+    E4M3_MAX,
+    FEEDBACK,
+    MIN_SCALE,
+    MOST_SHIFT,
+    largest_codes,
+)
 from hopper_attention.checks import TensorSpec
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides
 from hopper_attention.quantized import (
@@ -126,6 +131,33 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).masked_fill(~torch.isfinite(x), math.nan).to(E4M3)
 
 
+def round_values(x: torch.Tensor) -> torch.Tensor:
+    """Values x (b, s, h, d) over their scale in e4m3, by :func:`round_runs` of each CARRY_KEYS keys."""
+    runs = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CARRY_KEYS)).unflatten(1, (-1, CARRY_KEYS))
+    return round_runs(runs.flatten(0, 1)).view(*runs.shape).flatten(1, 2)[:, : x.shape[1]]
+
+
+def round_runs(runs: torch.Tensor) -> torch.Tensor:
+    """Runs of keys (runs, CARRY_KEYS, h, d) in e4m3, rounded such that the errors of each column cancel.
+
+    FEEDBACK times the sum of the errors so far is added to a value before it is rounded, but no more than MOST_SHIFT of
+    the value, a quarter or half of a step of e4m3. So the errors of a run add up to about half a step, and not to the
+    root of their number, and where its keys have like probabilities little of them is left in the output. Those of
+    single values grow by some percent. Where a column has NaN or infinity in a run, its values there are rounded by
+    themselves.
+
+    All in float16, whose numbers have the digits that decide how e4m3 rounds.
+    """
+    x = runs.half()
+    bounds = torch.where(x.isfinite().all(1, keepdim=True), MOST_SHIFT, 0.0).half() * x.abs().nan_to_num()
+    codes, carry = [], torch.zeros_like(x[:, 0])
+    for values, bound in zip(x.unbind(1), bounds.unbind(1), strict=True):
+        shift = (FEEDBACK * carry).nan_to_num()
+        codes.append(to_e4m3((values + torch.minimum(shift.abs(), bound).copysign(shift)).float()))
+        carry = carry + (values - codes[-1].half())
+    return torch.stack([code.view(torch.uint8) for code in codes], 1).view(E4M3)
+
+
 def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
     """The mean of x (b, s, hk, d) over the keys, float32 (b, hk, d)."""
     return x.mean(1, dtype=torch.float32)
@@ -146,17 +178,15 @@ def robust_mean_of_keys(x: torch.Tensor) -> torch.Tensor:
 def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
     """What to subtract from v (b, s, hk, d), s > 0, before it becomes e4m3: float32 (b, hk, d), finite.
 
-    ``robust_mean_of_keys`` of the columns where it is more than chance, rounded to a multiple of 2^STEP_EXPONENT of
-    their spread. Values of 16 bits lie on a grid, and some of them half-way between two of e4m3, which rounds these
-    either way. Any vector off that grid would send all of them the same way: an error with a mean, which many keys do
-    not average out. A multiple of a power of two leaves them on it. The squared spread of a column is the median of the
-    variances of its segments.
+    ``robust_mean_of_keys`` of the columns where it is more than chance, else 0, rounded to a multiple of
+    2^STEP_EXPONENT of their spread, the square of which is the median of the variances of the segments. A power of two,
+    since PyTorch and the kernel add up in other orders, and should find the same.
 
-    The first token of a language model often has a value of nearly zero, and most of the attention. A mean that e4m3
-    holds leaves of it a number that e4m3 holds. So the mean of a column that begins so is rounded to E4M3_BITS
-    significant bits as well, unless sums of one sign would lose too much by what that leaves of it. What
-    is nearly zero beside the mean may still be most of the output: where the value is small in all of some neighbouring
-    columns, and few keys lose little by their mean, a column keeps it, unless the value is 0 or next to it.
+    Then moved a little, so that the first value is exact. The first token of a language model often has nearly all of
+    the attention, and a value of nearly zero: what e4m3 rounds off it, or off the mean in its place, is most of the
+    error of the output, or more than the output. So the vector is the first value less a number that e4m3 has. It is
+    off the mean by up to 1/16 of the distance of the first value from it; where that is too much for so many keys,
+    whose sums would be of one sign, the column has its mean.
     """
     groups, length = groups_of(v.shape[1])
     counted = sample_size(length) if is_sampled(v.shape[1]) else length
@@ -174,38 +204,22 @@ def worth_subtracting(
     step = torch.ldexp(torch.ones_like(squared), exponent)
     rounded = torch.where(squared >= SMALLEST_NORMAL, (mean / step).round() * step, mean)
     is_chance = mean * mean * keys < CHANCE**2 * squared
-    is_kept = _is_kept(rounded, first, squared, keys, is_chance)
-    rounded = _of_few_bits(rounded, first, squared, keys)
-    return torch.where(is_chance | is_kept | ~rounded.isfinite(), 0.0, rounded)
+    return _sparing_the_first(
+        torch.where(is_chance | ~rounded.isfinite(), 0.0, rounded), first, squared, keys
+    )
 
 
-def _of_few_bits(
+def _sparing_the_first(
     mean: torch.Tensor, first: torch.Tensor, squared: torch.Tensor, keys: int | torch.Tensor
 ) -> torch.Tensor:
-    """Means with the significant bits of e4m3 where the ``first`` value of the column is next to nothing beside it, and
-    what that leaves of the mean is little for so many keys. ``squared`` is the squared spread."""
-    mantissa, exponent = mean.frexp()
-    few = torch.ldexp((mantissa * 2**E4M3_BITS).round() / 2**E4M3_BITS, exponent)
-    left = few - mean
-    is_little = left * left * keys < MOST_LEFT * squared
-    return torch.where((first.abs() < SMALL_FIRST * mean.abs()) & is_little, few, mean)
-
-
-def _is_kept(
-    mean: torch.Tensor,
-    first: torch.Tensor,
-    squared: torch.Tensor,
-    keys: int | torch.Tensor,
-    is_chance: torch.Tensor,
-) -> torch.Tensor:
-    """Whether columns (b, hk, d) stay as they are: the first token is next to nothing in all of some neighbours, has
-    digits in the column, and sums of one sign of so few keys lose little."""
-    columns = mean.shape[-1]
-    is_small = (first.abs() < SMALL_FIRSTS * mean.abs()) | is_chance
-    is_small = pad(is_small, (0, -columns % NEIGHBOURS), value=True)
-    all_small = is_small.unflatten(-1, (-1, NEIGHBOURS)).all(-1).repeat_interleave(NEIGHBOURS, -1)
-    has_digits = first.abs() >= LEAST_FIRST * mean.abs()
-    return all_small[..., :columns] & has_digits & (mean * mean * keys < MOST_KEPT * squared)
+    """The vector next to ``mean`` that leaves of the ``first`` value of each column a number that e4m3 has, where the
+    two are close enough for so many keys. ``squared`` is the squared spread."""
+    mantissa, exponent = (first - mean).frexp()
+    code = torch.ldexp((mantissa * 2**E4M3_BITS).round() / 2**E4M3_BITS, exponent)
+    exact = first - code
+    left = exact - mean
+    most = torch.where(first.abs() < SMALL_FIRST * mean.abs(), MOST_LEFT_OF_SMALL, MOST_LEFT)
+    return torch.where(left * left * keys < most * squared, exact, mean)
 
 
 def _segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -335,8 +349,9 @@ def _quantize(
     kv_heads: int,
     final: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
     largest: float = E4M3_MAX,
+    rounded: Callable[[torch.Tensor], torch.Tensor] = to_e4m3,
 ) -> QuantizedTensor:
-    """Quantize float32 x (b, s, h, d) with ``final(amax (1 / largest))`` as the scale."""
+    """Quantize float32 x (b, s, h, d) with ``final(amax (1 / largest))`` as the scale, and ``rounded`` to e4m3."""
     batch, seqlen, heads, _ = x.shape
     if granularity != "block":
         block = max(seqlen, 1)
@@ -345,7 +360,7 @@ def _quantize(
         return QuantizedTensor(x.to(E4M3), x.new_full((batch, heads, blocks), MIN_SCALE), block, largest)
     amax = _shared_amax(_finite_amax(x), granularity, block, kv_heads)
     scale = final((amax * (1.0 / largest)).clamp_min(MIN_SCALE).contiguous())
-    return QuantizedTensor(to_e4m3(x * row_scale(scale.reciprocal(), block, seqlen)), scale, block, largest)
+    return QuantizedTensor(rounded(x * row_scale(scale.reciprocal(), block, seqlen)), scale, block, largest)
 
 
 def quantize_by_torch(
@@ -360,7 +375,7 @@ def quantize_by_torch(
     q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
-    rows = _quantize(v32, c.granularity, block_k, kv_heads, final)
+    rows = _quantize(v32, c.granularity, block_k, kv_heads, final, rounded=round_values)
     largest_q, largest_k = largest_codes(q.shape[3], c.granularity == "block" and c.block_q == 1)
     return (
         _quantize(q32, c.granularity, c.block_q, kv_heads, largest=largest_q),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hopper.mean.config import MOST_LEFT_OF_SMALL, is_sampled
 from hopper_attention import Fp8Quantization, flash_attn_fp8_func, quantize_qkv
 from hopper_attention.launch.fp8 import EmulationLaunch
 from hopper_attention.launch.quantize import mean_of_values
@@ -28,12 +29,14 @@ def values(batch: int, keys: int, heads: int, columns: int, dtype: torch.dtype =
 
 
 def check(v: Tensor) -> None:
-    """The kernel's sums have another order, so that a mean may be rounded to the next step."""
+    """The kernel's sums have another order, so that a mean may be rounded to the next step, or to the next number of
+    e4m3 away from the first value, as far as that may be for so many keys."""
     found, twin = mean_of_values(v), mean_worth_subtracting(v)
     assert found.shape == twin.shape and bool(found.isfinite().all())
     difference = (found - twin).abs()
     spread = v.float().std(1).nan_to_num(1.0, 1.0)
-    assert bool((difference <= 0.08 * spread + 1e-6).all())
+    counted = v.shape[1] // 4 if is_sampled(v.shape[1]) else v.shape[1]
+    assert bool((difference <= (0.08 + 2.5 * (MOST_LEFT_OF_SMALL / counted) ** 0.5) * spread + 1e-6).all())
     assert (difference > 1e-6 * twin.abs()).float().mean() < 0.01
     assert all(torch.equal(mean_of_values(v), found) for _ in range(5))
 
@@ -59,7 +62,7 @@ def test_any_strides_and_bad_values() -> None:
     v[0, 5:9, 0], v[1, ::2, 1, 3], v[1, 70, 2] = math.nan, math.inf, 3e4
     found, twin = mean_of_values(v), mean_worth_subtracting(v)
     assert bool(found.isfinite().all()) and found[1, 1, 3] == 0
-    assert (found - twin).abs().max() < 0.1
+    assert (found - twin).abs().max() < 0.2
 
 
 @pytest.mark.parametrize("keys", [1024, 8192, 65536])

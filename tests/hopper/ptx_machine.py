@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from tests.hopper.floats import halves_of_e4m3, to_e4m3
+from tests.hopper.floats import e4m3_of_halves, halves_of_e4m3, to_e4m3
 
 LANES = 32
 GARBAGE = 0xCB
@@ -355,10 +355,26 @@ def typed(operation: Callable[..., np.ndarray]) -> Compute:
     """An operation on operands of the type that the instruction names last."""
 
     def compute(cta: Cta, step: Instruction) -> np.ndarray:
+        if step.parts[-1] == "f16x2":
+            return of_halves(operation, *(cta._value(x, np.uint32) for x in step.operands[1:]))
         dtype = np.bool_ if step.parts[-1] == "pred" else dtype_of(step.parts[-1])
         return operation(*[cta._value(x, dtype) for x in step.operands[1:]])
 
     return compute
+
+
+def of_halves(operation: Callable[..., np.ndarray], *words: np.ndarray) -> np.ndarray:
+    """An operation on pairs of float16, in float32 and rounded once more, which is as if rounded once.
+
+    There is one NaN, as on a GPU.
+    """
+    pairs = [np.ascontiguousarray(word).view(np.float16).astype(np.float32) for word in words]
+    result = operation(*pairs)
+    bits = np.where(np.isnan(result), NAN_OF_HALVES, result.astype(np.float16).view(np.uint16))
+    return bits.astype(np.uint16).view(np.uint32)
+
+
+NAN_OF_HALVES = np.uint16(0x7FFF)
 
 
 def shift(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Compute:
@@ -378,6 +394,8 @@ def shift(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Compute:
 
 def multiply(cta: Cta, step: Instruction) -> np.ndarray:
     part, suffix = step.parts[-2], step.parts[-1]
+    if suffix == "f16x2":
+        return typed(np.multiply)(cta, step)
     dtype = dtype_of(suffix)
     a, b = (cta._value(x, dtype) for x in step.operands[1:3])
     if suffix.startswith("f"):
@@ -419,6 +437,12 @@ def select(cta: Cta, step: Instruction) -> np.ndarray:
 def convert(cta: Cta, step: Instruction) -> np.ndarray:
     if step.parts[-1] == "e4m3x2":
         return halves_of_e4m3(np.ascontiguousarray(cta._value(step.operands[1], np.uint16)))
+    if step.parts[-2:] == ("e4m3x2", "f16x2"):
+        halves = np.ascontiguousarray(cta._value(step.operands[1], np.uint32)).view(np.float16)
+        return e4m3_of_halves(halves)
+    if step.parts[-2:] == ("f16x2", "f32"):
+        high, low = (cta._value(x, np.float32).astype(np.float16).view(np.uint16) for x in step.operands[1:])
+        return low | high.astype(np.uint32) << np.uint32(16)
     if "e4m3x2" in step.parts:
         high, low = (to_e4m3(cta._value(x, np.float32)) for x in step.operands[1:])
         return low | high << np.uint16(8)

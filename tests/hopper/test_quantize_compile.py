@@ -12,11 +12,12 @@ import torch
 
 from hopper.inspection import ResourceUsage
 from hopper.quantize.config import (
+    CARRY_KEYS,
     CHUNK,
     WARP_THREADS,
     BlockTiling,
     QuantizeConfig,
-    TransposeTiling,
+    RunTiling,
     default_block_sizes,
     hadamard_blocks,
     largest_codes,
@@ -193,7 +194,7 @@ def test_memory_is_touched_in_vectors_and_nothing_is_contracted(config: Quantize
     assert scales == of_q + 2 and scales + rows + columns == len(stores)
     of_rows = sum(tiling.passes * tiling.chunks for tiling in (config.q, config.k))
     assert rows == (0 if config.wide_codes else of_rows)
-    assert columns == 4 * math.ceil(config.vt.stores / config.threads) + (of_rows if config.wide_codes else 0)
+    assert columns == 4 * math.ceil(config.vt.patches / config.warps) + (of_rows if config.wide_codes else 0)
     # A product that is added to something could become an FMA, which rounds once: none is.
     products = set(re.findall(r"mul(?:\.rn)?\.f32\s+(%\w+),", ptx))
     added = {x for pair in re.findall(r"(?:add|sub)\.f32\s+%\w+, (%\w+), (%\w+);", ptx) for x in pair}
@@ -311,18 +312,21 @@ def test_butterflies_of_a_lane_find_their_columns(head_dim: int) -> None:
         first, start = first + of_lane, start + size
 
 
-@pytest.mark.parametrize(("head_dim", "rows"), [(16, 32), (64, 160), (80, 96), (128, 192), (256, 128)])
-def test_the_transpose_has_a_place_for_every_byte(head_dim: int, rows: int) -> None:
-    tiling = TransposeTiling(head_dim, rows)
-    offsets = [
-        tiling.offset(row // 16, row % 16, column) + i
+@pytest.mark.parametrize(("head_dim", "rows"), [(16, 32), (64, 160), (80, 96), (128, 224), (256, 128)])
+def test_the_runs_of_v_have_a_place_for_every_element(head_dim: int, rows: int) -> None:
+    tiling = RunTiling(head_dim, rows)
+    places = [
+        tiling.offset(row // CARRY_KEYS, row % CARRY_KEYS, column)
         for row in range(rows)
-        for column in range(0, head_dim, 4)
-        for i in range(4)
+        for column in range(0, head_dim, 2)
     ]
-    assert len(set(offsets)) == head_dim * rows and max(offsets) < tiling.size
-    patches = {tiling.store(index) for index in range(tiling.stores)}
-    assert patches == {(run, column) for run in range(rows // 16) for column in range(0, head_dim, 4)}
+    assert len(set(places)) == head_dim * rows // 2 and max(places) + 4 <= tiling.size
+    chunk = [tiling.offset(1, 5, column) - tiling.offset(1, 5, 8) for column in range(8, 16, 2)]
+    assert rows == CARRY_KEYS or chunk == [0, 4, 8, 12]
+    chains = [tiling.chain(patch, lane) for patch in range(tiling.patches) for lane in range(WARP_THREADS)]
+    there = [(run, column) for run, column in chains if run < tiling.runs]
+    everywhere = [(run, column) for run in range(tiling.runs) for column in range(0, head_dim, 2)]
+    assert sorted(there) == everywhere
 
 
 def wavefronts(addresses: list[int], size: int) -> int:
@@ -331,21 +335,17 @@ def wavefronts(addresses: list[int], size: int) -> int:
     return max(np.bincount([word % 32 for word in words]))
 
 
-@pytest.mark.parametrize("config", [D64, D128, D256], ids=lambda config: config.name)
-def test_the_transpose_has_few_bank_conflicts(config: QuantizeConfig) -> None:
+@pytest.mark.parametrize("config", [D64, D128, D256, ODD], ids=lambda config: config.name)
+def test_the_runs_of_v_have_no_bank_conflicts(config: QuantizeConfig) -> None:
     tiling, lanes = config.vt, range(WARP_THREADS)
-    rows = [config.v.row(0, 1, lane) for lane in lanes]
-    writes = [
-        tiling.offset(row // 16, row % 16, config.v.column(0, lane))
-        for row, lane in zip(rows, lanes, strict=True)
-    ]
-    assert wavefronts(writes, 8) == 2  # 256 bytes
-    for key in range(16):
-        reads = []
-        for index in lanes:
-            run, column = tiling.store(index)
-            reads.append(tiling.offset(run, key, column))
-        assert wavefronts(reads, 4) <= 2
+    for part in range(0, WARP_THREADS, 8):
+        rows = [(config.v.row(0, 1, lane), config.v.column(0, lane)) for lane in lanes[part : part + 8]]
+        writes = [tiling.offset(row // CARRY_KEYS, row % CARRY_KEYS, column) for row, column in rows]
+        assert wavefronts(writes, 16) == 1
+    for patch in range(tiling.patches):
+        there = [chain for chain in (tiling.chain(patch, lane) for lane in lanes) if chain[0] < tiling.runs]
+        for key in range(CARRY_KEYS):
+            assert wavefronts([tiling.offset(run, key, column) for run, column in there], 4) == 1
 
 
 def test_only_the_mean_of_v_is_waited_for() -> None:

@@ -9,7 +9,9 @@ from torch import Tensor
 from cute_kernels.problem import VARLEN
 from hopper.transpose.config import (
     KEYS,
+    THREADS,
     TransposeConfig,
+    TransposeTiling,
     select_transpose_config,
     shipped_transpose_configs,
 )
@@ -19,6 +21,7 @@ from tests.compile_pool import assert_small
 from tests.cute_kernels.packing import Packing
 from tests.hopper.on_numpy import Arguments, program_of
 from tests.hopper.test_fp8_packed import lengths_of
+from tests.hopper.test_quantize_compile import wavefronts
 
 POISON = 0xA5
 
@@ -101,3 +104,26 @@ def test_configs() -> None:
         select_transpose_config(72)
     with pytest.raises(ValueError, match="layout is 'pages', allowed: 'dense', 'varlen'"):
         select_transpose_config(64, "pages")
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(16, 32), (64, 160), (80, 96), (128, 192), (256, 128)])
+def test_the_tiling_has_a_place_for_every_byte(columns: int, rows: int) -> None:
+    tiling = TransposeTiling(columns, rows)
+    offsets = [
+        tiling.offset(row // 16, row % 16, column) + i
+        for row in range(rows)
+        for column in range(0, columns, 4)
+        for i in range(4)
+    ]
+    assert len(set(offsets)) == columns * rows and max(offsets) < tiling.size
+    patches = {tiling.store(index) for index in range(tiling.stores)}
+    assert patches == {(run, column) for run in range(rows // 16) for column in range(0, columns, 4)}
+
+
+@pytest.mark.parametrize("config", [x for x in COMPILED if x.columns >= 64], ids=lambda config: config.name)
+def test_reads_by_columns_have_few_bank_conflicts(config: TransposeConfig) -> None:
+    tiling = config.tiling
+    for first in range(0, THREADS, 32):
+        for key in range(16):
+            patches = [tiling.store(index) for index in range(first, first + 32)]
+            assert wavefronts([tiling.offset(run, key, column) for run, column in patches], 4) <= 2

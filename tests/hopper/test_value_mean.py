@@ -114,34 +114,20 @@ def test_packed_sequences_have_what_each_has_by_itself(used: dict[str, tuple], c
         assert torch.equal(found[i : i + 1], alone)
 
 
-def test_means_of_few_bits_where_values_begin_with_nothing() -> None:
+def test_means_leave_of_the_first_value_what_e4m3_has() -> None:
+    """Unless that is too far from the mean for so many keys; further where the value is nearly nothing beside it."""
     v = draw(1, 1500, 1, 16)
-    v[:, 0] = torch.linspace(0.0, 0.1, 16)
+    v[:, 0] = torch.linspace(0.0, 1.5, 16)
+    v[:, 0, 0, -1] = 30.0
     v = v.bfloat16()
     found, twin = mean_on_numpy(v, 2), mean_worth_subtracting(v)
-    few = found.bfloat16().view(torch.int16) % 16 == 0
+    left = v[:, 0].float() - found
+    is_exact = left.to(torch.float8_e4m3fn).float() == left
     assert torch.equal(found, twin)
-    assert few[..., [1, 2, 4]].all() and not few[..., 12].any()
+    assert is_exact[..., :15].float().mean() > 0.9 and not is_exact[..., 15]
     packing = Packing.of([(1, 1500), (1, 40)], (0, 0))
     rows = torch.cat([v[0], v[0, :40]])
     assert torch.equal(packed_mean_on_numpy(rows, packing, 2)[:1], twin)
-
-
-def test_columns_keep_their_mean_where_the_first_token_is_little_and_keys_are_few() -> None:
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(1, 1000, 2, 80, generator=generator) + 0.4
-    v[:, 0] *= 0.01
-    v[:, 0, 0, ::8] = 0.0
-    # Of other neighbours one value is not little, and behind them are columns that are none.
-    v[:, 0, 0, 40] = 1.0
-    v = v.bfloat16()
-    found, twin = mean_on_numpy(v, 2), mean_worth_subtracting(v)
-    kept = found == 0
-    assert torch.equal(found, twin)
-    assert not kept[0, 0, :32:8].any() and not kept[0, 0, 32:64].any()
-    assert kept[0, 0, 1:8].all() and kept[0, 0, 65:72].all() and kept[0, 1].float().mean() > 0.9
-    longer = torch.cat([v] + 8 * [v[:, 1:]], dim=1)
-    assert mean_worth_subtracting(longer).all()
 
 
 def test_bad_values_and_outliers() -> None:
@@ -151,9 +137,9 @@ def test_bad_values_and_outliers() -> None:
     v = v.bfloat16()
     found, twin = mean_on_numpy(v, 1)[0, 0], mean_worth_subtracting(v)[0, 0]
     assert torch.equal(found, twin)
-    assert (
-        found[0] == found[1] == 0 and abs(found[2] + 3) < 0.1 and found[4] == 3.0 and found.isfinite().all()
-    )
+    assert found[1] == 0 and found[4] == 3.0 and found.isfinite().all()
+    # Off the mean by what spares the first value.
+    assert abs(found[0]) < 0.2 and abs(found[2] + 3) < 0.2
 
 
 def test_a_quarter_of_the_keys_is_looked_at() -> None:

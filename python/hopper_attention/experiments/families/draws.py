@@ -22,6 +22,9 @@ SINK = 8.0
 """A query along the mean of all queries, and as long as they are, has this times sqrt(head_dim) as its score with the
 first key."""
 
+SINK_SHARE, SINK_MEAN = 0.01, 0.3
+"""The values of a sink are so much of the others', which have this mean."""
+
 LARGE_TOKENS, LARGE_FACTOR = 128, 20.0
 """One key of so many is this many times as large, in k and in v."""
 
@@ -75,6 +78,14 @@ def like_a_model(problem: Problem, generator: torch.Generator) -> Inputs:
     return Inputs(q, k, inputs.v)
 
 
+def with_sink(problem: Problem, generator: torch.Generator) -> Inputs:
+    """``like_a_model``, whose first key has a value of nearly nothing beside the others', N(SINK_MEAN, 1)."""
+    inputs = like_a_model(problem, generator)
+    v = inputs.v + SINK_MEAN
+    v[:, 0] = SINK_SHARE * inputs.v[:, 0]
+    return Inputs(inputs.q, inputs.k, v)
+
+
 def large_tokens(problem: Problem, generator: torch.Generator) -> Inputs:
     inputs = normal(problem, generator)
     shape = problem.batch, problem.seqlen_k, 1, 1
@@ -103,6 +114,11 @@ FAMILIES = (
         f"channel means of q and k, one of {LARGE_CHANNELS} channels {LARGE_MEAN:g} times as large, rotary embedding, "
         "and a first key that every query attends to",
         like_a_model,
+    ),
+    Family(
+        "sink",
+        f"the same, values N({SINK_MEAN:g}, 1), but that of the first key {SINK_SHARE:g} N(0, 1)",
+        with_sink,
     ),
     Family(
         "tokens", f"N(0, 1), one key of {LARGE_TOKENS} {LARGE_FACTOR:g} times as large, k and v", large_tokens

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hopper_attention.experiments.bench.results import geometric_mean
+from hopper_attention.experiments.families.errors import errors_section
 from hopper_attention.experiments.reports import markdown_table, measured_on, method_text, number, page
 
 KIND = "fp8_inputs"
@@ -87,6 +88,7 @@ def render_families(report: Mapping[str, Any]) -> str:
         "Relative error against float64 attention on the inputs themselves, quantization included. Ours rotates q and "
         "k and has a scale a row of q and a block of k and v; the others have one scale a head and no rotation.",
         markdown_table(["problem", *names], errors),
+        *errors_section(cells, names),
         f"## Method\n\n{method_text(report['method'])}",
     ]
     return page(parts)

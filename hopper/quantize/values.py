@@ -1,0 +1,127 @@
+"""What a CTA does to a block of V: its scale is a power of two, and it is rounded and stored by columns."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float16, Float32, Int16, Int32, Int64, const_expr
+
+from cute_kernels.fast_math import join, pack, pack_e4m3_of_float16, permute_bytes, pin
+from cute_kernels.integers import ceil_div
+from hopper.forward.fp8.config import FP8_KEY_ORDER
+from hopper.quantize.config import BLOCK_STEP, CARRY_KEYS, CHUNK, FEEDBACK, MOST_SHIFT, RunTiling
+from hopper.quantize.halves import (
+    add_halves,
+    halves_of,
+    minimum_of_halves,
+    multiply_halves,
+    not_a_number,
+    subtract_halves,
+)
+from hopper.quantize.operand import Cta, Operand
+from hopper.quantize.words import widen_codes, words_at
+
+MANTISSA = 2**23 - 1
+MAGNITUDES, SIGNS = 0x7FFF7FFF, -0x7FFF8000
+"""Masks of a pair of float16."""
+
+CODES_OF_WORD, CODES_OF_STORE = 4, 16
+
+
+@dataclass(frozen=True)
+class TransposedOperand(Operand):
+    """V. ``data`` is (batch, heads, head_dim, keys), keys a multiple of 32, each 32 in the order FP8_KEY_ORDER.
+
+    Rows over their scale go to ``buffer`` in shared memory, in float16. From there a thread takes two columns of a run
+    of 32 keys, rounds them key by key, carrying their errors on, and stores them.
+    ``hopper_attention.quantization_rules.round_runs`` has the rule and its reasons.
+    """
+
+    buffer: cute.Tensor
+    transposed: RunTiling
+
+    def _final_scale(self, scale: Float32) -> Float32:
+        """Rounded up to a power of two."""
+        return ((scale.bitcast(Int32) + MANTISSA) & ~MANTISSA).bitcast(Float32)
+
+    def _rows_stored(self, place: tuple) -> Int32:
+        """Rows of zeros fill up the last step of keys."""
+        return ceil_div(self.rows_present(place), BLOCK_STEP) * BLOCK_STEP
+
+    def _buffered(self, offset: Int32, words: int) -> cute.Tensor:
+        """Words of the buffer at an offset in bytes that is aligned to them."""
+        return cute.local_tile(self.buffer, (words,), (offset // (4 * words),))
+
+    @cute.jit
+    def _put(self, cta: Cta, row: cute.Tensor, inverse: Float32, p: cutlass.Constexpr[int], place: tuple):
+        """Put the row of pass ``p`` into the buffer. Zeros behind the sequence lose the signs of a rotation."""
+        t = self.tiling
+        row_of_item = t.row(p, cta.warp, cta.lane)
+        run, key = row_of_item // CARRY_KEYS, row_of_item % CARRY_KEYS
+        is_present = row_of_item < self.rows_present(place)
+        for c in cutlass.range_constexpr(t.chunks):
+            words = cute.make_rmem_tensor(CHUNK // 2, Int32)
+            for w in cutlass.range_constexpr(CHUNK // 2):
+                first = c * CHUNK + 2 * w
+                words[w] = pack(row[first] * inverse, row[first + 1] * inverse, Float16)
+                if const_expr(self.rotate):
+                    words[w] = words[w] if is_present else Int32(0)
+            if row_of_item < self._rows_stored(place):
+                offset = self.transposed.offset(run, key, t.column(c, cta.lane))
+                cute.autovec_copy(words, self._buffered(offset, CHUNK // 2))
+
+    @cute.jit
+    def _finish(self, cta: Cta, place: tuple):
+        """Round the buffer by columns, and store them 16 keys at a time."""
+        number, head = place[:2]
+        t = self.transposed
+        first_key = self.items.first_unit(place, BLOCK_STEP) * BLOCK_STEP
+        base = Int64(self.items.entry(place)) * self.data.stride[0] + Int64(head) * self.data.stride[1]
+        base = self.data.iterator.toint() + base + (first_key + number * t.rows)
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(ceil_div(t.patches, cta.warps)):
+            patch = cta.warp + i * cta.warps
+            run, column = t.chain(patch, cta.lane)
+            if patch < t.patches and run * CARRY_KEYS < self._rows_stored(place):
+                codes = self._round_run(run, column)
+                for c in cutlass.range_constexpr(2):
+                    address = base + Int64(column + c) * self.data.stride[2] + run * CARRY_KEYS
+                    for part in cutlass.range_constexpr(CARRY_KEYS // CODES_OF_STORE):
+                        target = words_at(address + part * CODES_OF_STORE, CODES_OF_STORE // CODES_OF_WORD)
+                        cute.autovec_copy(codes[None, part, c], target)
+
+    @cute.jit
+    def _round_run(self, run: Int32, column: Int32) -> cute.Tensor:
+        """Codes of two columns of a run, (4 words, stores, column): in the order FP8_KEY_ORDER, four to a word.
+
+        A column with NaN carries NaN on. Then all is done once more, and this column has no shifts.
+        """
+        stores = CARRY_KEYS // CODES_OF_STORE
+        codes = cute.make_rmem_tensor((CODES_OF_STORE // CODES_OF_WORD, stores, 2), Int32)
+        # In registers: these instructions take no constants.
+        feedback, most_shift = (pin(Int32(halves_of(x)), Int32) for x in (FEEDBACK, MOST_SHIFT))
+        is_open = Boolean(True)
+        while is_open:
+            carry, pairs = pin(Int32(0), Int32), []
+            for key in cutlass.range_constexpr(CARRY_KEYS):
+                x = self._buffered(self.transposed.offset(run, key, column), 1)[0]
+                code, carry = round_and_carry(x, carry, feedback, most_shift)
+                pairs.append(code)
+            for word in cutlass.range_constexpr(CARRY_KEYS // CODES_OF_WORD):
+                a, b, c, d = (pairs[key] for key in FP8_KEY_ORDER[4 * word : 4 * word + 4])
+                low, high = join(a, b), join(c, d)
+                codes[word % 4, word // 4, 0] = permute_bytes(low, high, 0x6420)
+                codes[word % 4, word // 4, 1] = permute_bytes(low, high, 0x7531)
+            remaining = most_shift & ~not_a_number(carry)
+            is_open = remaining != most_shift
+            most_shift = remaining
+        return codes
+
+
+def round_and_carry(x: Int32, carry: Int32, feedback: Int32, most_shift: Int32) -> tuple[Int16, Int32]:
+    """(two values x in e4m3, the sum of errors with theirs). All are float16 in words: ``feedback`` is the share of the
+    sum so far that x is shifted by, ``most_shift`` that of x which a shift may be."""
+    wanted = multiply_halves(carry, feedback)
+    shift = minimum_of_halves(wanted & MAGNITUDES, multiply_halves(x & MAGNITUDES, most_shift))
+    code = pack_e4m3_of_float16(add_halves(x, shift | (wanted & SIGNS)))
+    return code, add_halves(carry, subtract_halves(x, widen_codes(code)))
