@@ -33,6 +33,10 @@ MOST_LEFT, SMALL_FIRST, MOST_LEFT_OF_SMALL = 16.0, 2.0**-5, 128.0
 """How far that vector may be from the mean: the square of the distance, times the keys that were looked at, is below so
 many variances, and below the last of these numbers where the first value is less than the second one of the mean."""
 
+SMALL_FIRSTS, NEIGHBOURS, MOST_KEPT = 0.5, 32, 256.0
+"""A column keeps its mean where the first values of so many neighbours, unless their mean is chance, are all below this
+share of theirs, and the square of its mean, times the keys that were looked at, is below so many variances."""
+
 COLUMNS = 64
 """Of a head, that are taken at once: 128 bytes of a row."""
 

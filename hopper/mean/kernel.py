@@ -16,6 +16,7 @@ from hopper.mean.config import (
     E4M3_BITS,
     GROUPS,
     LANES_OF_ROW,
+    MOST_KEPT,
     MOST_LEFT,
     MOST_LEFT_OF_SMALL,
     OUTLYING,
@@ -23,6 +24,7 @@ from hopper.mean.config import (
     RUN,
     RUNS,
     SMALL_FIRST,
+    SMALL_FIRSTS,
     STEP_EXPONENT,
     THREADS,
     WARP_THREADS,
@@ -128,7 +130,8 @@ class ValueMeanKernel:
             cute.arch.sync_threads()
         own = first_column + thread
         if rank == 0 and thread < COLUMNS:
-            mean = worth_subtracting(received, thread, pivots[thread, 0], groups * counted)
+            place = own, Int32(mV.shape[3])
+            mean = worth_subtracting(received, thread, place, pivots[thread, 0], groups * counted)
             if own < mV.shape[3]:
                 mMean[sequence, head, own] = mean
 
@@ -233,9 +236,11 @@ class PackedValueMeanKernel(ValueMeanKernel):
 
 
 @cute.jit
-def worth_subtracting(received: cute.Tensor, column: Int32, first: Float32, keys: Int32) -> Float32:
+def worth_subtracting(
+    received: cute.Tensor, column: Int32, place: tuple, first: Float32, keys: Int32
+) -> Float32:
     """What to subtract from a column of a head, of which ``keys`` keys were looked at and which begins with ``first``.
-    A group whose mean is NaN does not count."""
+    A group whose mean is NaN does not count. ``place`` are the number of the column and the columns there are."""
     means, count = with_fillers([received[column, group, 0] for group in range(GROUPS)])
     middle = upper_median(means)
     farthest = Float32(OUTLYING) * upper_median([distance_from(middle, mean) for mean in means])
@@ -251,7 +256,12 @@ def worth_subtracting(received: cute.Tensor, column: Int32, first: Float32, keys
     variance = upper_median(variances)
     rounded = on_the_grid(robust, variance)
     is_chance = robust * robust * Float32(keys) < Float32(CHANCE * CHANCE) * variance
-    mean = Float32(0.0) if is_chance or not is_number(rounded) else rounded
+    (own, columns), size = place, cute.math.absf(rounded)
+    # A warp has the neighbours.
+    is_little = cute.math.absf(first) < Float32(SMALL_FIRSTS) * size
+    all_little = cute.arch.vote_all_sync((own >= columns) | is_chance | is_little)
+    is_kept = all_little and rounded * rounded * Float32(keys) < Float32(MOST_KEPT) * variance
+    mean = Float32(0.0) if is_chance or is_kept or not is_number(rounded) else rounded
     result = sparing_the_first(mean, first, variance, keys)
     return result if count > 0 else Float32(0.0)
 

@@ -36,12 +36,15 @@ from hopper.mean.config import (
     CHANCE,
     E4M3_BITS,
     GROUPS,
+    MOST_KEPT,
     MOST_LEFT,
     MOST_LEFT_OF_SMALL,
+    NEIGHBOURS,
     OUTLYING,
     RUN,
     RUNS,
     SMALL_FIRST,
+    SMALL_FIRSTS,
     STEP_EXPONENT,
     groups_of,
     is_sampled,
@@ -187,6 +190,10 @@ def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
     error of the output, or more than the output. So the vector is the first value less a number that e4m3 has. It is
     off the mean by up to 1/16 of the distance of the first value from it; where that is too much for so many keys,
     whose sums would be of one sign, the column has its mean.
+
+    The kernel adds this vector to the output as it is, though P, once rounded, sums to a little more or less than what
+    the output is divided by. Times a mean, that may be more than an output of nearly nothing. So where the first value
+    is small in all of some neighbouring columns, and few keys lose little by their mean, a column keeps it.
     """
     groups, length = groups_of(v.shape[1])
     counted = sample_size(length) if is_sampled(v.shape[1]) else length
@@ -204,9 +211,24 @@ def worth_subtracting(
     step = torch.ldexp(torch.ones_like(squared), exponent)
     rounded = torch.where(squared >= SMALLEST_NORMAL, (mean / step).round() * step, mean)
     is_chance = mean * mean * keys < CHANCE**2 * squared
-    return _sparing_the_first(
-        torch.where(is_chance | ~rounded.isfinite(), 0.0, rounded), first, squared, keys
-    )
+    stays = is_chance | _is_kept(rounded, first, squared, keys, is_chance) | ~rounded.isfinite()
+    return _sparing_the_first(torch.where(stays, 0.0, rounded), first, squared, keys)
+
+
+def _is_kept(
+    mean: torch.Tensor,
+    first: torch.Tensor,
+    squared: torch.Tensor,
+    keys: int | torch.Tensor,
+    is_chance: torch.Tensor,
+) -> torch.Tensor:
+    """Whether columns (b, hk, d) keep their mean: the first token is little in all of some neighbours, and sums of one
+    sign of so few keys lose little."""
+    columns = mean.shape[-1]
+    is_small = (first.abs() < SMALL_FIRSTS * mean.abs()) | is_chance
+    is_small = pad(is_small, (0, -columns % NEIGHBOURS), value=True)
+    all_small = is_small.unflatten(-1, (-1, NEIGHBOURS)).all(-1).repeat_interleave(NEIGHBOURS, -1)
+    return all_small[..., :columns] & (mean * mean * keys < MOST_KEPT * squared)
 
 
 def _sparing_the_first(

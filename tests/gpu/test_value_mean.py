@@ -13,7 +13,7 @@ from hopper.mean.config import MOST_LEFT_OF_SMALL, is_sampled
 from hopper_attention import Fp8Quantization, flash_attn_fp8_func, quantize_qkv
 from hopper_attention.launch.fp8 import EmulationLaunch
 from hopper_attention.launch.quantize import mean_of_values
-from hopper_attention.quantization_rules import mean_worth_subtracting
+from hopper_attention.quantization_rules import mean_worth_subtracting, restore_values
 from hopper_attention.reference import attention_naive
 
 pytestmark = pytest.mark.gpu
@@ -122,11 +122,12 @@ def test_calls_behind_each_other_do_not_mix_their_means(keys: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(turn, expected, strict=True))
 
 
-def test_values_of_mean_zero_keep_their_bits() -> None:
+def test_the_first_value_is_exact_and_the_vector_little() -> None:
     q, k, v = (torch.randn(1, 8192, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    parts, plain = (quantize_qkv(q, k, v, quantization=Fp8Quantization(smooth_v=x)) for x in (True, False))
-    # By chance one of 16000 columns has a mean.
-    kept = (parts.mean_v == 0).all(2)
-    assert kept.any() and (parts.mean_v == 0).float().mean() > 0.99
-    codes = (x.v.data.view(torch.uint8)[kept] for x in (parts, plain))
-    assert torch.equal(*codes) and torch.equal(parts.v.scale[kept], plain.v.scale[kept])
+    parts = quantize_qkv(q, k, v)
+    first = v[:, 0].float()
+    # By chance one of 16000 columns has a mean; of few the first value is too large for so many keys.
+    is_little = parts.mean_v.abs() <= first.abs() / 16
+    assert is_little.float().mean() > 0.99
+    values = restore_values(parts.v.row_major().dequantize(), parts, causal=False)
+    assert ((values[:, 0] - first).abs() <= 1e-6).float().mean() > 0.95

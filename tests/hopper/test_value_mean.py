@@ -118,7 +118,7 @@ def test_means_leave_of_the_first_value_what_e4m3_has() -> None:
     """Unless that is too far from the mean for so many keys; further where the value is nearly nothing beside it."""
     v = draw(1, 1500, 1, 16)
     v[:, 0] = torch.linspace(0.0, 1.5, 16)
-    v[:, 0, 0, -1] = 30.0
+    v[:, 0, 0, -1] = 33.25
     v = v.bfloat16()
     found, twin = mean_on_numpy(v, 2), mean_worth_subtracting(v)
     left = v[:, 0].float() - found
@@ -128,6 +128,23 @@ def test_means_leave_of_the_first_value_what_e4m3_has() -> None:
     packing = Packing.of([(1, 1500), (1, 40)], (0, 0))
     rows = torch.cat([v[0], v[0, :40]])
     assert torch.equal(packed_mean_on_numpy(rows, packing, 2)[:1], twin)
+
+
+def test_columns_keep_their_mean_where_the_first_token_is_little_and_keys_are_few() -> None:
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(1, 1000, 2, 80, generator=generator) + 0.4
+    v[:, 0] *= 0.01
+    # Of other neighbours one value is not little, and behind them are columns that are none.
+    v[:, 0, 0, 40] = 1.0
+    v = v.bfloat16()
+    found, twin = mean_on_numpy(v, 2), mean_worth_subtracting(v)
+    kept = found.abs() < 0.01
+    assert torch.equal(found, twin)
+    assert (
+        kept[0, 0, :32].all() and kept[0, 0, 65:].all() and kept[0, 1].all() and not kept[0, 0, 32:64].any()
+    )
+    longer = torch.cat([v] + 12 * [v[:, 1:]], dim=1)
+    assert (mean_worth_subtracting(longer).abs() > 0.25).all()
 
 
 def test_bad_values_and_outliers() -> None:
