@@ -33,8 +33,8 @@ BANK_LINE = 128
 """Bytes of shared memory that lie in different banks."""
 
 CARRY_KEYS, FEEDBACK, MOST_SHIFT = BLOCK_STEP, 2.0**-4, 2.0**-5
-"""Of so many keys of V errors are carried on: this share of their sum is added to the next value, but no more than the
-second share of the value."""
+"""Of so many keys of V errors are carried on: this share of each is added to all later values, but in all no more than
+the second share of a value."""
 
 RUNS_OF_PATCH, PATCH_COLUMNS = 4, 16
 """Of V, that a warp rounds at once: each thread two columns of a run."""

@@ -16,6 +16,13 @@ def add_halves(a: Int32, b: Int32) -> Int32:
     return of_halves("add.rn.f16x2", a, b)
 
 
+def multiply_add_halves(a: Int32, b: Int32, c: Int32) -> Int32:
+    """a b + c, rounded once."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, c]
+    )
+
+
 def subtract_halves(a: Int32, b: Int32) -> Int32:
     return of_halves("sub.rn.f16x2", a, b)
 
@@ -24,9 +31,13 @@ def multiply_halves(a: Int32, b: Int32) -> Int32:
     return of_halves("mul.rn.f16x2", a, b)
 
 
-def minimum_of_halves(a: Int32, b: Int32) -> Int32:
-    """The smaller, or what is no NaN."""
-    return of_halves("min.f16x2", a, b)
+def magnitude_of_halves(a: Int32) -> Int32:
+    return cute.arch.inline_ptx("abs.f16x2 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[a])
+
+
+def limit_halves(a: Int32, most: Int32) -> Int32:
+    """a, or ``most`` >= 0 with its sign where its magnitude is larger, or where it is NaN."""
+    return of_halves("min.xorsign.abs.f16x2", a, most)
 
 
 def of_halves(instruction: str, a: Int32, b: Int32) -> Int32:

@@ -13,7 +13,9 @@ from hopper.quantize.config import BLOCK_STEP, CARRY_KEYS, CHUNK, FEEDBACK, MOST
 from hopper.quantize.halves import (
     add_halves,
     halves_of,
-    minimum_of_halves,
+    limit_halves,
+    magnitude_of_halves,
+    multiply_add_halves,
     multiply_halves,
     not_a_number,
     subtract_halves,
@@ -22,9 +24,6 @@ from hopper.quantize.operand import Cta, Operand
 from hopper.quantize.words import widen_codes, words_at
 
 MANTISSA = 2**23 - 1
-MAGNITUDES, SIGNS = 0x7FFF7FFF, -0x7FFF8000
-"""Masks of a pair of float16."""
-
 CODES_OF_WORD, CODES_OF_STORE = 4, 16
 
 
@@ -119,9 +118,8 @@ class TransposedOperand(Operand):
 
 
 def round_and_carry(x: Int32, carry: Int32, feedback: Int32, most_shift: Int32) -> tuple[Int16, Int32]:
-    """(two values x in e4m3, the sum of errors with theirs). All are float16 in words: ``feedback`` is the share of the
-    sum so far that x is shifted by, ``most_shift`` that of x which a shift may be."""
-    wanted = multiply_halves(carry, feedback)
-    shift = minimum_of_halves(wanted & MAGNITUDES, multiply_halves(x & MAGNITUDES, most_shift))
-    code = pack_e4m3_of_float16(add_halves(x, shift | (wanted & SIGNS)))
-    return code, add_halves(carry, subtract_halves(x, widen_codes(code)))
+    """(two values x in e4m3, the carry behind them). All are float16 in words: ``carry`` is what x is shifted by, but
+    for a bound, the share ``most_shift`` of x; ``feedback`` is the share of its error that comes to the next one."""
+    shift = limit_halves(carry, multiply_halves(magnitude_of_halves(x), most_shift))
+    code = pack_e4m3_of_float16(add_halves(x, shift))
+    return code, multiply_add_halves(subtract_halves(x, widen_codes(code)), feedback, carry)

@@ -155,9 +155,10 @@ def round_runs(runs: torch.Tensor) -> torch.Tensor:
     bounds = torch.where(x.isfinite().all(1, keepdim=True), MOST_SHIFT, 0.0).half() * x.abs().nan_to_num()
     codes, carry = [], torch.zeros_like(x[:, 0])
     for values, bound in zip(x.unbind(1), bounds.unbind(1), strict=True):
-        shift = (FEEDBACK * carry).nan_to_num()
-        codes.append(to_e4m3((values + torch.minimum(shift.abs(), bound).copysign(shift)).float()))
-        carry = carry + (values - codes[-1].half())
+        shift = torch.minimum(carry.abs().nan_to_num(math.inf), bound).copysign(carry.nan_to_num())
+        codes.append(to_e4m3((values + shift).float()))
+        # In float32 the product is exact, and so nearly always the sum.
+        carry = (carry.float() + FEEDBACK * (values - codes[-1].half()).float()).half()
     return torch.stack([code.view(torch.uint8) for code in codes], 1).view(E4M3)
 
 

@@ -392,6 +392,16 @@ def shift(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Compute:
     return compute
 
 
+def minimum(cta: Cta, step: Instruction) -> np.ndarray:
+    """With .xorsign.abs the smaller magnitude, negative where one of the two is."""
+    if "xorsign" not in step.parts:
+        return typed(np.fmin)(cta, step)
+    signs = np.uint32(0x80008000)
+    a, b = (cta._value(x, np.uint32) for x in step.operands[1:])
+    smaller = of_halves(np.fmin, a & ~signs, b & ~signs)
+    return smaller | (a ^ b) & signs
+
+
 def multiply(cta: Cta, step: Instruction) -> np.ndarray:
     part, suffix = step.parts[-2], step.parts[-1]
     if suffix == "f16x2":
@@ -413,6 +423,8 @@ def multiply_add(cta: Cta, step: Instruction) -> np.ndarray:
 
 
 def fused_multiply_add(cta: Cta, step: Instruction) -> np.ndarray:
+    if step.parts[-1] == "f16x2":
+        return of_halves(lambda a, b, c: a * b + c, *(cta._value(x, np.uint32) for x in step.operands[1:]))
     a, b, c = (cta._value(x, np.float32).astype(np.float64) for x in step.operands[1:])
     # Exact products only: then the sum in float64, rounded to float32, is rounded as if once.
     assert any((np.abs(x * (np.abs(x) - 1)) == 0).all() for x in (b, a))
@@ -481,7 +493,7 @@ COMPUTE: dict[str, Compute] = {
     "or": typed(np.bitwise_or),
     "xor": typed(np.bitwise_xor),
     "not": typed(np.invert),
-    "min": typed(np.fmin),
+    "min": minimum,
     "max": typed(np.fmax),
     "abs": typed(np.abs),
     "neg": typed(np.negative),
