@@ -118,8 +118,9 @@ class Fp8Quantization:
         smooth_v: subtract from V a mean over the keys, for each head and sequence, and add it to the output. A row of
             P sums to 1, so nothing else changes; but the sums of P V no longer grow with the keys where values have an
             offset, and FP8 tensor cores, which keep fewer bits of a sum than float32 has, lose less of them. The
-            scales of such a V get smaller too. A column without an offset keeps its bits, and runs of keys with tokens
-            of huge values contribute nothing (:func:`mean_worth_subtracting`).
+            scales of such a V get smaller too. The mean is moved a little, so that the first value is exact, which may
+            have most of the attention; runs of keys with tokens of huge values contribute nothing to it
+            (:func:`mean_worth_subtracting`).
     """
 
     rotate: bool = True
