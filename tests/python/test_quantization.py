@@ -9,7 +9,7 @@ import torch
 
 from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper.quantize.config import E4M3_MAX, MIN_SCALE, hadamard_blocks
+from hopper.quantize.config import E4M3_MAX, MIN_SCALE, MOST_SHIFT, hadamard_blocks
 from hopper_attention import device_memory, flash_attn_fp8_func
 from hopper_attention.problem import length_bounds
 from hopper_attention.quantization import (
@@ -21,7 +21,7 @@ from hopper_attention.quantization import (
     quantize_qkv,
     to_e4m3,
 )
-from hopper_attention.quantization_rules import power_of_two
+from hopper_attention.quantization_rules import power_of_two, round_values
 from hopper_attention.quantized import default_block_widths, row_scale, transpose_for_kernel
 from hopper_attention.rotation import (
     rotate_back,
@@ -80,6 +80,7 @@ def half_ulp(data):
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_reconstruction_within_half_an_ulp(granularity, rotate, dtype):
+    """V may be shifted by up to MOST_SHIFT of itself before."""
     inputs = draw(dtype=dtype)
     quantization = dataclasses.replace(PLAIN, granularity=granularity, rotate=rotate)
     parts = quantize_qkv(*inputs, quantization=quantization)
@@ -90,6 +91,8 @@ def test_reconstruction_within_half_an_ulp(granularity, rotate, dtype):
             part, data=torch.ones_like(part.data, dtype=torch.float32).to(part.data.dtype)
         )
         allowed = half_ulp(part.data) * ones.dequantize() * (1 + 1e-5)
+        if name == "v":
+            allowed += (MOST_SHIFT + 2.0**-10) * exact.abs()
         assert ((part.dequantize() - exact).abs() <= allowed).all(), name
         assert part.data.float().abs().max().item() == part.largest == (E4M3_MAX if name == "v" else 28.0)
 
@@ -165,9 +168,11 @@ def test_numbers_down_to_the_limit_keep_their_digits(granularity):
     c = Fp8Quantization(granularity=granularity)
     q, k, v = (x.bfloat16() for x in draw())
     v = v / v.abs().max()
-    unit = quantize_qkv(q, k, v, quantization=c)
-    for power in (-70, -40, 60, 100):
-        parts = quantize_qkv(q, k, v * 2.0**power, quantization=c)
+    # Squares of numbers beyond 2^63, by which a mean and what it may leave are judged, are infinite: V keeps both then.
+    without_mean = dataclasses.replace(c, smooth_v=False)
+    for power, of_power in ((-70, c), (-40, c), (60, c), (100, without_mean)):
+        unit = quantize_qkv(q, k, v, quantization=of_power)
+        parts = quantize_qkv(q, k, v * 2.0**power, quantization=of_power)
         assert torch.equal(parts.v.scale, unit.v.scale * 2.0**power)
         assert (parts.v.data.float() - unit.v.data.float()).abs().max() <= 32
     lost = quantize_qkv(q * 2.0**-96, k * 2.0**-96, v * 2.0**-92, quantization=c)
@@ -271,7 +276,7 @@ def test_transposed_v_gives_its_rows_back(seqlen):
     assert parts.v.shape == (2, seqlen, 2, 16) and parts.q.shape == (2, 50, 4, 16)
     rows = parts.v.row_major()
     assert torch.equal(transpose_for_kernel(rows.data).view(torch.uint8), parts.v.data.view(torch.uint8))
-    assert torch.equal(rows.data.float(), to_e4m3(v / row_scale(rows.scale, rows.block, seqlen)).float())
+    assert torch.equal(rows.data.float(), round_values(v / row_scale(rows.scale, rows.block, seqlen)).float())
     assert torch.equal(parts.v.dequantize(), rows.dequantize()) and rows.row_major() is rows
 
 

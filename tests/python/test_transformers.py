@@ -323,6 +323,30 @@ def test_continuous_batching_gives_the_tokens_of_eager(name: str) -> None:
     assert model(torch.tensor([[5, 6]])).logits.isfinite().all()
 
 
+def test_a_cache_that_comes_with_the_call_gives_the_keys() -> None:
+    """As up to Transformers 5.23; later ones update it before."""
+    module = torch.nn.Module()
+    module.layer_idx, module.config, module.is_causal = 3, make_model("llama").config, True
+    query, new, old = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 2, 16), torch.randn(1, 2, 5, 16)
+    offsets = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([0, 7], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": offsets[0], "max_length_q": 2, "max_length_k": 7}
+
+    class Cache:
+        def update(
+            self, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]
+        ) -> tuple[Tensor, Tensor]:
+            assert layer_idx == 3 and kwargs["read_index"] == []
+            kwargs["cu_seq_lens_k"] = offsets[1]
+            return torch.cat([old, key], 2), torch.cat([old, value], 2)
+
+    options = {"read_index": [], **lengths}
+    found, _ = batches.attend_batches(module, query, new, new, None, cache=Cache(), **options)
+    keys = torch.cat([old, new], 2)
+    options = {"read_index": [], "cu_seq_lens_k": offsets[1], **lengths}
+    updated_before, _ = batches.attend_batches(module, query, keys, keys, None, **options)
+    assert found.shape == (1, 2, 4, 16) and torch.equal(found, updated_before)
+
+
 def test_continuous_batching_needs_the_cache_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     monkeypatch.setattr(batches, "UPDATE", ["key_states"])

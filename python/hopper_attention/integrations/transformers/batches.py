@@ -18,6 +18,9 @@ from hopper_attention.integrations.transformers.attention import attend_packed_r
 BATCHES_NAME = "hopper_flash_attention"
 """Transformers batches continuously under names of its own, and under those with "flash" in them."""
 
+PLACES_READ = "read_index"
+"""What only ``generate_batch`` tells a layer: where in the cache its keys are."""
+
 UPDATE = ["key_states", "value_states", "layer_idx", "kwargs"]
 """Parameters of ``PagedCache.update``."""
 
@@ -82,7 +85,8 @@ def attend_batches(
         query: (1, heads, total_q, head_dim), the new tokens of all requests.
         key, value: (1, kv_heads, total_q, ...), theirs.
         attention_mask: None, as offsets say all of it.
-        cache: takes key and value, and gives those of all tokens of the requests.
+        cache: takes key and value, and gives those of all tokens of the requests. From Transformers 5.24 on the layer
+            has done that before, and there is none.
         options: as there, and the offsets, lengths and places in the cache that ``cache`` reads.
 
     Returns:
@@ -91,13 +95,14 @@ def attend_batches(
     Raises:
         NotImplementedError: called by anything but ``generate_batch``.
     """
-    if cache is None:
+    if cache is None and PLACES_READ not in options:
         raise NotImplementedError(
             f"attn_implementation {BATCHES_NAME!r} serves generate_batch alone; use "
             "model.set_attn_implementation('hopper_attention') for other calls"
         )
-    layer: Any = module.layer_idx
-    key, value = cache.update(key, value, layer, options)
+    if cache is not None:
+        layer: Any = module.layer_idx
+        key, value = cache.update(key, value, layer, options)
     return attend_packed_rows(module, (query, key, value), scaling, is_causal, dropout, options), None
 
 
