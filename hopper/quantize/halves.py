@@ -16,17 +16,6 @@ def add_halves(a: Int32, b: Int32) -> Int32:
     return of_halves("add.rn.f16x2", a, b)
 
 
-def multiply_add_halves(a: Int32, b: Int32, c: Int32) -> Int32:
-    """a b + c, rounded once."""
-    return cute.arch.inline_ptx(
-        "fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, c]
-    )
-
-
-def subtract_halves(a: Int32, b: Int32) -> Int32:
-    return of_halves("sub.rn.f16x2", a, b)
-
-
 def multiply_halves(a: Int32, b: Int32) -> Int32:
     return of_halves("mul.rn.f16x2", a, b)
 

@@ -6,19 +6,33 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int16, Int32, Int64, const_expr
 
-from cute_kernels.fast_math import join, pack, pack_e4m3_of_float16, permute_bytes, pin
-from cute_kernels.integers import ceil_div
+from cute_kernels.fast_math import (
+    join,
+    multiply_add_halves,
+    pack,
+    pack_e4m3_of_float16,
+    permute_bytes,
+    pin,
+    subtract_halves,
+)
+from cute_kernels.integers import ceil_div, minimum
 from hopper.forward.fp8.config import FP8_KEY_ORDER
-from hopper.quantize.config import BLOCK_STEP, CARRY_KEYS, CHUNK, FEEDBACK, MOST_SHIFT, RunTiling
+from hopper.quantize.config import (
+    BLOCK_STEP,
+    CARRY_KEYS,
+    CHUNK,
+    FEEDBACK,
+    MOST_SHIFT,
+    RUNS_OF_PATCH,
+    RunTiling,
+)
 from hopper.quantize.halves import (
     add_halves,
     halves_of,
     limit_halves,
     magnitude_of_halves,
-    multiply_add_halves,
     multiply_halves,
     not_a_number,
-    subtract_halves,
 )
 from hopper.quantize.operand import Cta, Operand
 from hopper.quantize.words import widen_codes, words_at
@@ -81,13 +95,33 @@ class TransposedOperand(Operand):
         for i in cutlass.range_constexpr(ceil_div(t.patches, cta.warps)):
             patch = cta.warp + i * cta.warps
             run, column = t.chain(patch, cta.lane)
-            if patch < t.patches and run * CARRY_KEYS < self._rows_stored(place):
-                codes = self._round_run(run, column)
-                for c in cutlass.range_constexpr(2):
-                    address = base + Int64(column + c) * self.data.stride[2] + run * CARRY_KEYS
-                    for part in cutlass.range_constexpr(CARRY_KEYS // CODES_OF_STORE):
-                        target = words_at(address + part * CODES_OF_STORE, CODES_OF_STORE // CODES_OF_WORD)
-                        cute.autovec_copy(codes[None, part, c], target)
+            first_of_warp = run // RUNS_OF_PATCH * RUNS_OF_PATCH
+            if patch < t.patches and first_of_warp * CARRY_KEYS < self._rows_stored(place):
+                codes = self._round_run(minimum(run, t.runs - 1), column)
+                address = base + Int64(column) * self.data.stride[2] + run * CARRY_KEYS
+                self._store(codes, address, self._rows_stored(place) - run * CARRY_KEYS, cta.lane % 2)
+
+    @cute.jit
+    def _store(self, codes: cute.Tensor, address: Int64, rows: Int32, is_odd: Int32):
+        """Codes of two columns of a run, which has keys where ``rows`` is above 0. Neighbouring lanes have neighbouring
+        runs, ``is_odd`` says which. Each stores a half of either, so that they write 32 bytes together, what memory
+        takes at once. All lanes of a warp come here."""
+        words = CODES_OF_STORE // CODES_OF_WORD
+        for c in cutlass.range_constexpr(2):
+            even, odd = (cute.make_rmem_tensor(words, Int32) for _ in range(2))
+            for w in cutlass.range_constexpr(words):
+                kept, given = codes[w, 0, c], codes[w, 1, c]
+                if is_odd == 1:
+                    kept, given = given, kept
+                taken = cute.arch.shuffle_sync_bfly(given, offset=1)
+                even[w], odd[w] = kept, taken
+                if is_odd == 1:
+                    even[w], odd[w] = taken, kept
+            half = address + c * self.data.stride[2] - is_odd * (CARRY_KEYS - CODES_OF_STORE)
+            if rows + is_odd * CARRY_KEYS > 0:
+                cute.autovec_copy(even, words_at(half, words))
+            if rows - (1 - is_odd) * CARRY_KEYS > 0:
+                cute.autovec_copy(odd, words_at(half + CARRY_KEYS, words))
 
     @cute.jit
     def _round_run(self, run: Int32, column: Int32) -> cute.Tensor:

@@ -9,7 +9,7 @@ Memory is unkind on purpose: an access outside of every buffer raises, shared me
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -21,6 +21,7 @@ LANES = 32
 GARBAGE = 0xCB
 WIDTHS = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 REGISTERS = {"%p": np.bool_, "%rs": np.uint16, "%r": np.uint32, "%rd": np.uint64}
+BLOCK = re.compile(r"\{ (?:\.reg \.b32 ([\w, ]+); )(.*;) ?\}$")
 INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.]*)\s*(.*);$")
 
 
@@ -83,13 +84,25 @@ def split_operands(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in re.split(r",(?![^{\[]*[}\]])", text) if part.strip())
 
 
+def lines_of(body: str) -> Iterator[str]:
+    """Its lines, those of a block in braces one by one, and names of registers that only the block has made others."""
+    for number, line in enumerate(map(str.strip, body.splitlines())):
+        if block := BLOCK.match(line):
+            own = re.compile(rf"(?<![\w%.])({'|'.join(split_operands(block[1]))})(?!\w)")
+            for instruction in block[2].split(";")[:-1]:
+                yield own.sub(rf"%r{number}_\1", instruction.strip()) + ";"
+        else:
+            assert not line.startswith("{") or len(line) == 1, f"no block that is known: {line}"
+            yield line
+
+
 def parse(ptx: str) -> Program:
     """The only kernel of a module."""
     header, _, body = ptx.partition(".reqntid")
     parameters = re.findall(r"\.param .*?(\w+_param_\d+)", header)
     code: list[Instruction] = []
     labels: dict[str, int] = {}
-    for line in map(str.strip, body.splitlines()):
+    for line in lines_of(body):
         if label := re.fullmatch(r"(\$\w+):", line):
             labels[label[1]] = len(code)
         elif match := INSTRUCTION.match(line):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopper.mean.config import RUNS, is_sampled
-from hopper.quantize.config import shipped_quantize_configs
+from hopper.quantize.config import CARRY_KEYS, shipped_quantize_configs
 from hopper_attention import flash_attn_fp8_func, flash_attn_quantized_func
 from hopper_attention.quantization import Fp8Quantization, from_descales, quantize_qkv, restore_values
 from hopper_attention.quantization_rules import (
@@ -271,27 +271,31 @@ def test_errors_of_neighbouring_keys_cancel() -> None:
     generator = torch.Generator().manual_seed(0)
     x = 64.0 * torch.randn(2, 200, 2, 96, generator=generator)
     plain, found = (rounded(x).float() - x for rounded in (to_e4m3, round_values))
-    sums = [error[:, :192].unflatten(1, (6, 32)).sum(2) for error in (plain, found)]
+    sums = [error[:, :192].unflatten(1, (-1, CARRY_KEYS)).sum(2) for error in (plain, found)]
     assert rms(sums[1]) < 0.6 * rms(sums[0])
     # A value is shifted by no more than 1/32 of itself, which makes its own error larger by some percent.
     assert rms(found) < 1.06 * rms(plain)
     assert bool((found.abs() <= x.abs() * (1 / 16 + 1 / 32 + 2**-10) + 2.0**-10).all())
-    assert torch.equal(round_values(x)[:, ::32].float(), to_e4m3(x.half().float())[:, ::32].float())
+    firsts = x[:, ::CARRY_KEYS]
+    assert torch.equal(round_values(x)[:, ::CARRY_KEYS].float(), to_e4m3(firsts.half().float()).float())
 
 
 def test_a_column_with_nan_is_rounded_value_by_value() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = 64.0 * torch.randn(1, 96, 1, 8, generator=generator)
-    x[0, 40, 0, 3], x[0, 50, 0, 5] = math.nan, math.inf
-    found, finite = round_values(x).float(), round_values(x.nan_to_num(posinf=1.0)).float()
-    runs, columns = found[0, :, 0].unflatten(0, (3, 32)), (3, 5)
-    by_itself = to_e4m3(x.half().float()).float()[0, 32:64, 0]
-    for column in columns:
-        assert torch.equal(runs[1, :, column].nan_to_num(9.0), by_itself[:, column].nan_to_num(9.0))
-    others = [c for c in range(8) if c not in columns]
-    assert torch.equal(found[..., others], finite[..., others])
-    assert torch.equal(runs[[0, 2]], finite[0, :, 0].unflatten(0, (3, 32))[[0, 2]])
+    x = 64.0 * torch.randn(1, 6 * CARRY_KEYS, 1, 8, generator=generator)
+    broken = {(2, 3): math.nan, (3, 5): math.inf}  # (run, column)
+    for (run, column), value in broken.items():
+        x[0, run * CARRY_KEYS + 7, 0, column] = value
+    by_itself = to_e4m3(x.half().float())
+    found, finite, by_itself = (
+        codes.float()[0, :, 0].unflatten(0, (6, CARRY_KEYS))
+        for codes in (round_values(x), round_values(x.nan_to_num(posinf=1.0)), by_itself)
+    )
     assert found.isnan().sum() == 2
+    for run in range(6):
+        for column in range(8):
+            expected = (by_itself if (run, column) in broken else finite)[run, :, column]
+            assert torch.equal(found[run, :, column].nan_to_num(9.0), expected.nan_to_num(9.0))
 
 
 @pytest.mark.parametrize("value", [0.0, 3.1, -1e30])
