@@ -310,7 +310,8 @@ def run_quantize_case(config: QuantizeConfig, device: str) -> str:
     outputs = empty_outputs(config, *on_gpu)
     means = means_of(*inputs[1:], c)
     quantizer = find_quantizer(config, on_gpu[0].device)
-    quantizer.fill(outputs, *on_gpu, c.seed, Means(means.k.to(device), means.v.to(device)))
+    on_device = Means(means.k.to(device), means.v.to(device))
+    quantizer.fill(outputs, *on_gpu, quantizer.extras(c.seed, on_device, on_gpu[0].device))
     torch.cuda.synchronize()
     expected = Outputs(
         *(part.data for part in (twin.q, twin.k, twin.v)), *(part.scale for part in (twin.q, twin.k, twin.v))

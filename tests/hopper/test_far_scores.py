@@ -89,19 +89,35 @@ def test_a_row_that_sees_one_key_has_its_value() -> None:
 
 @pytest.mark.parametrize("octaves", [20.0, 40.0, 90.0])
 @pytest.mark.parametrize(
-    ("column", "pairs", "error"), [(0, 5, 0.008), (0, 1, 0.008), (TILE + 6, 5, 0.008), (12, 5, 0.02)]
+    ("column", "pairs"), [(0, 5), (0, 1), (TILE + 6, 5), (12, 5), (TILE + 12, 5), (12, 1)]
 )
-def test_a_key_that_all_queries_attend_to(column: int, pairs: int, octaves: float, error: float) -> None:
+def test_a_key_that_all_queries_attend_to(column: int, pairs: int, octaves: float) -> None:
     """It raises the maximum of warps that take their maxima first. Shifts are coarse there, so its P is no power of
-    two: the sum has it as e4m3 rounds it, if it is one by chords, as most are, and the first key wherever a
-    column is. Without that it was 1.1 to 1.9 %."""
+    two: the sum has it as e4m3 rounds it, in a column by chords, as 0 and 6 are, and in one by MUFU. Without that it
+    was 1.1 to 1.9 %."""
     q, k, v = draw(2 * TILE, 3 * TILE)
     towards = torch.nn.functional.normalize(torch.ones(DIM), dim=0)
     q = q + 4.0 * towards
     k[:, column] = towards * octaves / (4.0 * OCTAVES)
     found, exact = attend(quantized(q, k, v), True, pairs)
     rows = slice(max(0, column - TILE), None)
-    assert relative(found[:, rows], exact[:, rows]) < error
+    assert relative(found[:, rows], exact[:, rows]) < 0.008
+
+
+@pytest.mark.parametrize("octaves", [30.3, 40.1, 41.8])
+def test_a_row_whose_neighbours_take_new_maxima(octaves: float) -> None:
+    """One key outweighs the others in a wary block. A calm one has another for row 5 alone, whose warp makes P of eight
+    rows again: the sums of all still have what e4m3 made of the first key, also where float16 rounds its exponent to
+    the border of a step of chords (2.3 to 2.7 % else)."""
+    q, k, v = draw(TILE, 9 * TILE)
+    towards, other = torch.ones(DIM) / math.sqrt(DIM), torch.ones(DIM) / math.sqrt(DIM)
+    other[::2] *= -1.0
+    q = q + 4.0 * towards
+    q[:, 5] += 40.0 * other
+    k[:, 7 * TILE + 6] = towards * octaves / (4.0 * OCTAVES)
+    k[:, 3] = other * (octaves + 24.0) / (40.0 * OCTAVES)
+    found, exact = attend(quantized(q, k, v), False)
+    assert errors_of_rows(found, exact).max() < 0.01
 
 
 def alike(octaves: Tensor, tile: int) -> QuantizedQKV:

@@ -8,9 +8,7 @@ from cute_kernels.fast_math import (
     maximum_of_halves,
     multiply_rounded,
     pack,
-    permute_bytes,
     pin,
-    round_to_e4m3,
     subtract_halves,
     unpack,
 )
@@ -20,12 +18,13 @@ from cute_kernels.key_blocks import KeyBlocks
 from hopper.forward.fp8.exp2 import (
     CEILING,
     EXPONENTS,
+    add_halves,
     exp2_of_halves,
     exp2_of_halves_by_chords,
 )
 from hopper.forward.fp8.row_maximum import over_lanes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
-from hopper.forward.fp8.softmax.half import HalfScoresSoftmax, pair_of
+from hopper.forward.fp8.softmax.half import HalfScoresSoftmax, pair_of, rounding_of
 
 OWN_HALVES = 0x7610
 """The lower half of one word below the upper one of another."""
@@ -47,6 +46,9 @@ LEAST_OFFSET = -1000.0
 
 LEAST_SCALE = 2.0**-11
 """What is further below a row's largest score than float16 reaches vanishes with this, and may not with less."""
+
+ALONE = 1.0 + 2.0**-5
+"""A sum of so many times the largest P has next to nothing beside it."""
 
 SLACK = 2.0**-3
 """Above ``wary_exponent``: so much more of 48 keys that are alike is still less than 448."""
@@ -80,27 +82,37 @@ class FarHalfScoresSoftmax(HalfScoresSoftmax):
         self.risen[0] = maximum_of_halves(subtract_halves(self.risen[0], rise), exponents)
 
     @cute.jit
-    def take_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
-        HalfScoresSoftmax.take_maximum(self, acc_S, r)
-        halves = (self.risen[0], Int32(NOTHING)) if const_expr(r == 1) else (Int32(NOTHING), self.risen[0])
-        self.risen[0] = permute_bytes(*halves, OWN_HALVES)
+    def _lower_largest(self, r: cutlass.Constexpr[int], octaves: Float32):
+        both = (octaves, Float32(0.0)) if const_expr(r == 0) else (Float32(0.0), octaves)
+        self.risen[0] = add_halves(self.risen[0], pack(*both, Float16))
 
     @cute.jit
     def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
-        """Where the last key that raised a row's maximum outweighs all others, the output has it as e4m3 rounds it.
-
-        A kernel with chords has it from them, however few its columns by chords are: the first key lies in one, and
-        inputs like a model's attend to that.
-        """
-        if const_expr(self.polynomial_pairs > 0):
-            slopes, ceiling = (pin(Int32(x), Int32) for x in (SLOPES_OF_ONE, CEILING_OF_0))
-            p = exp2_of_halves_by_chords(self.risen[0], slopes, ceiling)
-        else:
-            p = exp2_of_halves(self.risen[0], pin(Int32(ONES), Int32), pin(Int32(0), Int32))
-        roundings = unpack(subtract_halves(round_to_e4m3(p), p), Float16)
+        """Where the last key that raised a row's maximum outweighs all others, the output has it as e4m3 rounds it."""
+        largest = unpack(exp2_of_halves(self.risen[0], pin(Int32(ONES), Int32), pin(Int32(0), Int32)), Float16)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.row_sum[r] = self.row_sum[r] + roundings[r] * Float32(1.0 / LANES_PER_ROW)
+            total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
+            p = largest[r]
+            if const_expr(self.polynomial_pairs > 0):
+                p = self._of_either(p, r, total)
+            # Float16 may have rounded its exponent to another step of chords then. No P is more than the sum.
+            rounding = rounding_of(cute.arch.fmin(p, total))
+            self.row_sum[r] = self.row_sum[r] + rounding * Float32(1.0 / LANES_PER_ROW)
         HalfScoresSoftmax.finalize(self, inverse_sum, lse, head_kv, batch)
+
+    @cute.jit
+    def _of_either(self, p: Float32, r: cutlass.Constexpr[int], total: Float32) -> Float32:
+        """The largest P of row ``r``, which is ``p`` if its column is MUFU's.
+
+        Which columns these are nobody has kept. Where the row's sum is little more than the one or the other, it tells.
+        Else P is taken for one of chords, however few there are: the first key lies in one, and inputs like a model's
+        attend to that.
+        """
+        slopes, ceiling = (pin(Int32(x), Int32) for x in (SLOPES_OF_ONE, CEILING_OF_0))
+        by_chord = unpack(exp2_of_halves_by_chords(self.risen[0], slopes, ceiling), Float16)[r]
+        is_alone = total < cute.arch.fmax(by_chord, p) * Float32(ALONE)
+        is_nearer = cute.math.absf(total - p) < cute.math.absf(total - by_chord)
+        return p if is_alone and is_nearer else by_chord
 
     @cute.jit
     def _measure_first(self, acc_S: cute.Tensor, tops: tuple, scaled: list):

@@ -238,12 +238,13 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         octaves = octaves_over(about, exp2(top - self.shift[r]))
         lower = self.shift[r]
         self._place_shift(r, lower + octaves)
+        self._lower_largest(r, -Float32.inf if exponent > kept else -octaves)
         factor = exp2(lower - self.shift[r])
         for j in cutlass.range_constexpr(self.words.shape[1]):
             self.words[r, j] = scale_words(self.words[r, j], factor)
         self.row_scale[r] = exp2(before - self.shift[r])
         total = total * factor
-        rounding = _rounding_of(exp2(top - self.shift[r]))
+        rounding = rounding_of(exp2(top - self.shift[r]))
         total = total + rounding if of_thread == of_row else total
         self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + total
 
@@ -303,6 +304,9 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     def _count_largest(self, exponents: Int32, rise: Int32):
         """The exponents of the largest P of both rows in a word, and by what their maxima have risen: nothing here."""
+
+    def _lower_largest(self, r: int, octaves: Float32):
+        """What has been counted of row ``r`` so is this much less, or nothing beside a new maximum: nothing here."""
 
     @cute.jit
     def _take_far_maxima(self, acc_S: cute.Tensor, n_block: Int32):
@@ -368,7 +372,7 @@ class HalfScoresOfAnyCodes(HalfScoresSoftmax):
             self.store_P(operand, acc_S, r)
 
 
-def _rounding_of(x: Float32) -> Float32:
+def rounding_of(x: Float32) -> Float32:
     """What e4m3 adds to a number that float16 has rounded."""
     pair = pack(x, x, Float16)
     return unpack(round_to_e4m3(pair), Float16)[0] - unpack(pair, Float16)[0]
