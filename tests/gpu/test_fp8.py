@@ -69,9 +69,11 @@ def lags(parts: QuantizedQKV, causal: bool, two_level: bool = False, without_lse
     return config.softmax in STALE_MAXIMUM
 
 
-def allowed_error(emulated: float, oracle: torch.Tensor, out: torch.Tensor, lagging: bool) -> float:
+def allowed_error(
+    emulated: float, oracle: torch.Tensor, out: torch.Tensor, lagging: bool, keys: float = math.inf
+) -> float:
     """The RMS error that ``out`` of an FP8 kernel may have where that of the emulation is ``emulated``."""
-    return allowed_ratio(out, lagging) * emulated + 2e-4 * rms(oracle) + 1e-12
+    return allowed_ratio(out, lagging, keys) * emulated + 2e-4 * rms(oracle) + 1e-12
 
 
 def allowed_16_bit_error(emulated: float, oracle: torch.Tensor, out: torch.Tensor) -> float:
@@ -104,7 +106,7 @@ def find_differences(
         if backend == "ampere":
             allowed_of_out = allowed_16_bit_error(emulated, oracle, out)
         else:
-            allowed_of_out = allowed_error(emulated, oracle, out, lagging)
+            allowed_of_out = allowed_error(emulated, oracle, out, lagging, parts.k.shape[1])
         # "not <=" so that NaN counts as wrong.
         if not error <= allowed_of_out:
             wrong.append(f"{name}RMS error {error:.3e}, emulation {emulated:.3e}, output {rms(oracle):.3e}")
@@ -141,7 +143,7 @@ def find_wrong_with_exact_lse(
     if not bool((difference <= exact_lse_error(exact_lse)[visible]).all()):
         wrong.append(f"exact LSE differs by {difference.max().item():.3e}")
     error, emulated = rms(out.double() - oracle), rms(like.double() - oracle)
-    if not error <= allowed_error(emulated, oracle, out, lagging=False):
+    if not error <= allowed_error(emulated, oracle, out, False, parts.k.shape[1]):
         wrong.append(
             f"with exact LSE: RMS error {error:.3e}, emulation {emulated:.3e}, output {rms(oracle):.3e}"
         )

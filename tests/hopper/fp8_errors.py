@@ -78,13 +78,15 @@ def emulate(
     ]
 
 
-def allowed_ratio(out: Tensor, lagging: bool) -> float:
-    """How many times the RMS error of the emulation that of ``out`` (batch, seqlen_q, heads, head_dim_v) may be.
+def allowed_ratio(out: Tensor, lagging: bool, keys: float = math.inf) -> float:
+    """How many times the RMS error of the emulation that of ``out`` (batch, seqlen_q, heads, head_dim_v) may be, where
+    rows see up to so many ``keys``.
 
     5 % more, and what chance does: an RMS over n independent errors varies by 1 / sqrt(2 n) of itself, the ratio of two
-    by 1 / sqrt(n), since the roundings of kernel and emulation agree only in part. Allowed are two of these. Where the
-    largest P of a row is rounded, the errors of a row go together, and n is the number of rows. Those that see no key
-    have no error, and do not count.
+    by 1 / sqrt(n), since the roundings of kernel and emulation agree only in part. Allowed are two of these. A row has
+    no more independent errors than keys, whose P are rounded, however many its columns. Where the largest P of a row is
+    rounded, the errors of a row go together, and n is the number of rows. Those that see no key have no error, and do
+    not count.
     """
     rows = int((out != 0).any(-1).sum())
-    return 1.05 + 2 / math.sqrt(max(rows * (1 if lagging else out.shape[-1]), 1))
+    return 1.05 + 2 / math.sqrt(max(rows * (1 if lagging else min(out.shape[-1], keys)), 1))

@@ -104,7 +104,7 @@ def test_a_key_that_all_queries_attend_to(column: int, pairs: int, octaves: floa
     assert relative(found[:, rows], exact[:, rows]) < 0.008
 
 
-@pytest.mark.parametrize("octaves", [30.3, 40.1, 41.8])
+@pytest.mark.parametrize("octaves", [40.1, 41.8])
 def test_a_row_whose_neighbours_take_new_maxima(octaves: float) -> None:
     """One key outweighs the others in a wary block. A calm one has another for row 5 alone, whose warp makes P of eight
     rows again: the sums of all still have what e4m3 made of the first key, also where float16 rounds its exponent to

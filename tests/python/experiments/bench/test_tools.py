@@ -18,12 +18,15 @@ from cute_kernels.backward.step import FEW_KEYS
 from hopper.backward.config import BackwardConfig, shipped_backward_configs
 from hopper.config import ForwardConfig, Registers
 from hopper.forward.tilings import select_forward_config, shipped_forward_configs
-from hopper_attention import compile_cache
+from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
+from hopper_attention import compile_cache, quantize_qkv
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.rmse.methods import METHODS
 from hopper_attention.experiments.rmse.spec import RmseExperiment
 from hopper_attention.launch import forward
+from hopper_attention.launch.quantize import Outputs, QuantizeLauncher, output_pieces
+from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.reference.tiled import attention_tiled
 from hopper_attention.reference.tiled_backward import tiled_backward
 from tests.python.fake_gpu import forget_launchers, pretend
@@ -158,6 +161,40 @@ def test_the_sanitizer_runs_caches_in_pages(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kernels, "attend", lambda *given: None)
     assert sanitize.run_paged_case(config, "cpu").startswith("error nan")
     forget_launchers()
+
+
+def test_the_sanitizer_runs_quantizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the right arguments a fake kernel makes what the twin does; then one byte less."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sanitize, "empty_outputs", empty_outputs_on_cpu)
+    spoiled = 0
+
+    def find(config: QuantizeConfig, device: torch.device) -> QuantizeLauncher:
+        def kernel(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> None:
+            c = Fp8Quantization(block_q=config.block_q, block_k=config.block_k)
+            parts = quantize_qkv(q, k, v, quantization=c)
+            made = [x.data for x in (parts.q, parts.k, parts.v)] + [
+                x.scale for x in (parts.q, parts.k, parts.v)
+            ]
+            *outputs, signs, signs_v, mean_k, mean_v, num_ctas = given
+            assert signs.numel() and mean_v.numel() and not signs_v.numel() + mean_k.numel() and num_ctas == 3
+            for output, right in zip(outputs, made, strict=True):
+                output.copy_(right.to(output.dtype))
+            outputs[2].view(torch.uint8)[0, 0, 0, 0] += spoiled
+
+        return QuantizeLauncher(0, config, kernel, 3, config.largest_codes)
+
+    monkeypatch.setattr(sanitize, "find_quantizer", find)
+    configs = [c for c in shipped_quantize_configs() if c.head_dim == 64][:2]
+    assert [sanitize.run_quantize_case(config, "cpu") for config in configs] == ["", ""]
+    spoiled = 1
+    assert sanitize.run_quantize_case(configs[0], "cpu") == "vt8 differs from its twin"
+
+
+def empty_outputs_on_cpu(config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
+    codes = getattr(torch, config.code_dtype)
+    pieces = output_pieces(config.block_q, config.block_k, q.shape, k.shape, v.shape, codes)
+    return Outputs(*[torch.empty(piece.shape, dtype=piece.dtype) for piece in pieces])
 
 
 def test_the_sanitizer_runs_steps_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
