@@ -89,7 +89,9 @@ class FarHalfScoresSoftmax(HalfScoresSoftmax):
     @cute.jit
     def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
         """Where the last key that raised a row's maximum outweighs all others, the output has it as e4m3 rounds it."""
-        largest = unpack(exp2_of_halves(self.risen[0], pin(Int32(ONES), Int32), pin(Int32(0), Int32)), Float16)
+        largest = unpack(
+            exp2_of_halves(self.risen[0], pin(Int32(ONES), Int32), pin(Int32(0), Int32)), Float16
+        )
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
             p = largest[r]
