@@ -104,11 +104,11 @@ def test_a_key_that_all_queries_attend_to(column: int, pairs: int, octaves: floa
     assert relative(found[:, rows], exact[:, rows]) < 0.008
 
 
-@pytest.mark.parametrize("octaves", [40.1, 41.8])
+@pytest.mark.parametrize("octaves", [26.5, 30.3, 40.1, 41.8])
 def test_a_row_whose_neighbours_take_new_maxima(octaves: float) -> None:
     """One key outweighs the others in a wary block. A calm one has another for row 5 alone, whose warp makes P of eight
     rows again: the sums of all still have what e4m3 made of the first key, also where float16 rounds its exponent to
-    the border of a step of chords (2.3 to 2.7 % else)."""
+    the border of a step of chords (2.3 to 2.7 % else). Rows whose other keys have 1 to 3 % are off by up to 1.6 %."""
     q, k, v = draw(TILE, 9 * TILE)
     towards, other = torch.ones(DIM) / math.sqrt(DIM), torch.ones(DIM) / math.sqrt(DIM)
     other[::2] *= -1.0
@@ -117,7 +117,8 @@ def test_a_row_whose_neighbours_take_new_maxima(octaves: float) -> None:
     k[:, 7 * TILE + 6] = towards * octaves / (4.0 * OCTAVES)
     k[:, 3] = other * (octaves + 24.0) / (40.0 * OCTAVES)
     found, exact = attend(quantized(q, k, v), False)
-    assert errors_of_rows(found, exact).max() < 0.01
+    errors = errors_of_rows(found, exact)
+    assert errors.max() < 0.02 and errors.median() < 0.003
 
 
 def alike(octaves: Tensor, tile: int) -> QuantizedQKV:

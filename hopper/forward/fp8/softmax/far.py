@@ -26,9 +26,6 @@ from hopper.forward.fp8.row_maximum import over_lanes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.half import HalfScoresSoftmax, pair_of, rounding_of
 
-OWN_HALVES = 0x7610
-"""The lower half of one word below the upper one of another."""
-
 IS_FAR = 2
 """``has_risen`` of a warp whose offsets are those of one block."""
 
@@ -97,7 +94,7 @@ class FarHalfScoresSoftmax(HalfScoresSoftmax):
             p = largest[r]
             if const_expr(self.polynomial_pairs > 0):
                 p = self._of_either(p, r, total)
-            # Float16 may have rounded its exponent to another step of chords then. No P is more than the sum.
+            # P may lie on another step of chords than p, whose exponent float16 has rounded; it is no more than the sum.
             rounding = rounding_of(cute.arch.fmin(p, total))
             self.row_sum[r] = self.row_sum[r] + rounding * Float32(1.0 / LANES_PER_ROW)
         HalfScoresSoftmax.finalize(self, inverse_sum, lse, head_kv, batch)

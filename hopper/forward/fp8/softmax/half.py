@@ -306,7 +306,8 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         """The exponents of the largest P of both rows in a word, and by what their maxima have risen: nothing here."""
 
     def _lower_largest(self, r: int, octaves: Float32):
-        """What has been counted of row ``r`` so is this much less, or nothing beside a new maximum: nothing here."""
+        """That of row ``r`` which ``_count_largest`` has kept is now 2^``octaves`` of what it was, none beside a new
+        maximum: nothing here."""
 
     @cute.jit
     def _take_far_maxima(self, acc_S: cute.Tensor, n_block: Int32):
