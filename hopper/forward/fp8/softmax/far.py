@@ -94,7 +94,7 @@ class FarHalfScoresSoftmax(HalfScoresSoftmax):
             p = largest[r]
             if const_expr(self.polynomial_pairs > 0):
                 p = self._of_either(p, r, total)
-            # P may lie on another step of chords than p, whose exponent float16 has rounded; it is no more than the sum.
+            # P may lie on another step of chords than p, whose exponent is rounded. It is no more than the sum.
             rounding = rounding_of(cute.arch.fmin(p, total))
             self.row_sum[r] = self.row_sum[r] + rounding * Float32(1.0 / LANES_PER_ROW)
         HalfScoresSoftmax.finalize(self, inverse_sum, lse, head_kv, batch)
