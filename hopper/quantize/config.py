@@ -36,6 +36,10 @@ CARRY_KEYS, FEEDBACK, MOST_SHIFT = BLOCK_STEP, 2.0**-4, 2.0**-5
 """Of so many keys of V errors are carried on: this share of each is added to all later values, but in all no more than
 the second share of a value."""
 
+FIT_SUMS, MOST_FIT = 4, 2.0**-4
+"""The scale of a row of Q is fitted to its codes by sums of so many parts, and changes by no more than this share: more
+than e4m3 may be off."""
+
 RUNS_OF_PATCH, PATCH_COLUMNS = 4, 16
 """Of V, that a warp rounds at once: each thread two columns of a run."""
 

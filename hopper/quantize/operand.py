@@ -1,16 +1,35 @@
 """What a CTA does to one item, a block or more of Q, K or V: load, rotate, find the scale, round, store."""
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
 
-from cute_kernels.fast_math import join, pack_e4m3
+from cute_kernels.fast_math import (
+    join,
+    multiply_add_halves,
+    multiply_rounded,
+    pack,
+    pack_e4m3,
+    pin,
+    subtract_halves,
+)
 from cute_kernels.hadamard import hadamard, hadamard_factor, scale_part
 from cute_kernels.integers import maximum
 from cute_kernels.invariant import LoopInvariant
-from hopper.quantize.config import CHUNK, MIN_SCALE, BlockTiling, hadamard_blocks, is_power_of_two
+from hopper.quantize.config import (
+    CHUNK,
+    FIT_SUMS,
+    MIN_SCALE,
+    MOST_FIT,
+    BlockTiling,
+    hadamard_blocks,
+    is_power_of_two,
+)
 from hopper.quantize.words import load_async, multiply_add, reciprocal, widen, widen_codes, words_at
 
 CHUNK_BYTES = 2 * CHUNK
@@ -323,7 +342,8 @@ class Operand(LoopInvariant):
 
 @dataclass(frozen=True)
 class RowScaledOperand(Operand):
-    """Q with a scale for each row: ``scale`` is (batch, heads, seqlen).
+    """Q with a scale for each row: ``scale`` is (batch, heads, seqlen). It is fitted to the codes once they are known
+    (``hopper_attention.quantization_rules.fit_row_scales``).
 
     A row lies in one warp, so warps do not wait for each other, and what is done to one row is done before the next.
     """
@@ -336,29 +356,59 @@ class RowScaledOperand(Operand):
             if t.is_full(p) or t.first_row(p, cta.warp) < t.rows:
                 row = cute.make_rmem_tensor(CHUNK * t.chunks, Float32)
                 self._prepare(cta, row, words, p, place, self.mean)
-                inverse = self._store_scale(cta, self._join_lanes(finite_amax(row)), p, place)
+                scale, inverse = self._scale_of(self._join_lanes(finite_amax(row), cute.arch.fmax))
                 self._put(cta, row, inverse, p, place)
+                self._store_scale(cta, scale * self._fit(row, inverse), p, place)
         return turn
 
-    def _join_lanes(self, amax: Float32) -> Float32:
-        """The largest among the lanes of a row."""
+    def _join_lanes(self, x: Float32, join_two: Callable) -> Float32:
+        """What ``join_two`` makes of the lanes of a row."""
         distance = 1
         while distance < self.tiling.lanes:
-            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, offset=distance))
+            x = join_two(x, cute.arch.shuffle_sync_bfly(x, offset=distance))
             distance *= 2
-        return amax
+        return x
 
     @cute.jit
-    def _store_scale(self, cta: Cta, amax: Float32, p: cutlass.Constexpr[int], place: tuple) -> Float32:
-        """Store the scale of the row of pass ``p``; returns what the row is to be multiplied with."""
+    def _store_scale(self, cta: Cta, scale: Float32, p: cutlass.Constexpr[int], place: tuple):
+        """Store the scale of the row of pass ``p``."""
         t = self.tiling
         number, head = place[:2]
         row_of_item = t.row(p, cta.warp, cta.lane)
-        scale, inverse = self._scale_of(amax)
         if cta.lane % t.lanes == 0 and row_of_item < self.rows_present(place):
             row = self.items.first_unit(place, 1) + number * t.rows + row_of_item
             self.scale[self.items.entry(place), head, row] = scale
-        return inverse
+
+    @cute.jit
+    def _fit(self, row: cute.Tensor, inverse: Float32) -> Float32:
+        """What the scale of a row is to be multiplied with for the least squared error, by its codes and their errors.
+
+        Chunks have FIT_SUMS sums in turn, so that it does not matter how many lanes a row has.
+        """
+        t = self.tiling
+        of_lane = FIT_SUMS // t.lanes
+        errors, codes = ([pin(Int32(0), Int32) for _ in range(of_lane)] for _ in range(2))
+        for c in cutlass.range_constexpr(t.chunks):
+            for w in cutlass.range_constexpr(CHUNK // 2):
+                first = c * CHUNK + 2 * w
+                pair = row[first] * inverse, row[first + 1] * inverse
+                code = widen_codes(pack_e4m3(*pair))
+                error = subtract_halves(pack(*pair, Float16), code)
+                errors[c % of_lane] = multiply_add_halves(code, error, errors[c % of_lane])
+                codes[c % of_lane] = multiply_add_halves(code, code, codes[c % of_lane])
+        of_errors, of_codes = self._join_sums(errors), self._join_sums(codes)
+        share = multiply_rounded(of_errors, reciprocal(of_codes))
+        fit = Float32(1.0)
+        if cute.math.absf(share) <= MOST_FIT:
+            fit = 1.0 + share
+        return fit
+
+    def _join_sums(self, sums: list[Int32]) -> Float32:
+        """The FIT_SUMS sums of a row, two float16 each, in one."""
+        of_lane = [
+            self._join_lanes(low + high, operator.add) for low, high in (widen(x, Float16) for x in sums)
+        ]
+        return reduce(operator.add, of_lane)
 
 
 def flip_signs(chunk: cute.Tensor, flips: cute.Tensor):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cute_kernels.problem import MAX_HEAD_DIM
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP
 from hopper.forward.tilings import PACKED_SEQLEN
 from hopper.mean.config import FEWEST_GROUPS, GROUP_KEYS, GROUPS, is_sampled, sample_size
@@ -36,6 +37,7 @@ from hopper_attention.packed_quantized import (
 )
 from hopper_attention.quantization_rules import (
     SOURCE_DTYPES,
+    fit_of_rows,
     keys_looked_at,
     only_numbers,
     power_of_two,
@@ -136,10 +138,12 @@ def quantize_packed_by_torch(
     q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
-    largest_q, largest_k = largest_codes(q.shape[2], c.granularity == "block" and c.block_q == 1)
+    scales_rows = c.granularity == "block" and c.block_q == 1
+    largest_q, largest_k = largest_codes(q.shape[2], scales_rows)
     rows = _quantize(v32, of_k, c.granularity, block_k, kv_heads, E4M3_MAX, final, _round_values)
+    quantized_q = _quantize(q32, of_q, c.granularity, c.block_q, kv_heads, largest_q)
     return PackedQuantizedQKV(
-        _quantize(q32, of_q, c.granularity, c.block_q, kv_heads, largest_q),
+        _fitted(q32, of_q, quantized_q) if scales_rows and q.shape[2] <= MAX_HEAD_DIM else quantized_q,
         _quantize(k32, of_k, c.granularity, block_k, kv_heads, largest_k),
         PackedTransposedV(transpose_packed(rows.data, lengths), rows.scale, rows.block, v.shape[0]),
         lengths=lengths,
@@ -206,6 +210,17 @@ def _quantize(
     inverse = scale.reciprocal()[:, units].t().unsqueeze(-1)
     scaled = torch.where(places.is_used[:, None, None], x * inverse, 0.0)
     return PackedQuantizedTensor(rounded(scaled, where), scale, block, largest)
+
+
+def _fitted(
+    x: Tensor, where: tuple[RowPlaces, Tensor], quantized: PackedQuantizedTensor
+) -> PackedQuantizedTensor:
+    """Rows x (total, heads, d) with a scale each, the scales fitted to their codes."""
+    places, cu_seqlens = where
+    units = places.units(cu_seqlens, 1).long()
+    over_scale = x * quantized.scale.reciprocal()[:, units].t().unsqueeze(-1)
+    fit = torch.where(places.is_used[:, None], fit_of_rows(over_scale, quantized.data), 1.0).t()
+    return replace(quantized, scale=quantized.scale.scatter_reduce(1, units.expand_as(fit), fit, "prod"))
 
 
 def _round_values(x: Tensor, where: tuple[RowPlaces, Tensor]) -> Tensor:

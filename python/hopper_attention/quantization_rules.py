@@ -14,6 +14,8 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
   costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale. V is rounded such
   that errors of neighbouring keys cancel (:func:`round_values`).
+- The scale of a row of Q by itself is then fitted to its codes, which changes it by a fraction of a percent
+  (:func:`fit_of_rows`).
 - NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
   other value of their block; but a rotated row is a mixture, and one such element makes NaN of all of its
   Hadamard block. Where each row of Q has a scale, they change nothing of the other rows; a row without finite values
@@ -32,6 +34,7 @@ from functools import lru_cache
 import torch
 from torch.nn.functional import pad
 
+from cute_kernels.problem import MAX_HEAD_DIM
 from hopper.mean.config import (
     CHANCE,
     E4M3_BITS,
@@ -53,9 +56,12 @@ from hopper.mean.config import (
 )
 from hopper.quantize.config import (
     CARRY_KEYS,
+    CHUNK,
     E4M3_MAX,
     FEEDBACK,
+    FIT_SUMS,
     MIN_SCALE,
+    MOST_FIT,
     MOST_SHIFT,
     largest_codes,
 )
@@ -160,6 +166,41 @@ def round_runs(runs: torch.Tensor) -> torch.Tensor:
         # In float32 the product is exact, and so nearly always the sum.
         carry = (carry.float() + FEEDBACK * (values - codes[-1].half()).float()).half()
     return torch.stack([code.view(torch.uint8) for code in codes], 1).view(E4M3)
+
+
+def fit_of_rows(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """What the scales of rows are to be multiplied with, for the least squared error by their codes.
+
+    By chance the codes of a row add up to a little more or less than the row: c is x but for an error e, and a c is
+    nearest to x with a = <x, c> / <c, c> = 1 + <c, e> / <c, c>. That keeps the scores of the keys that a query likes
+    best, which point the way that it does. (RaBitQ, Gao and Long, SIGMOD 2024, divides by <x, c> for the same reason.)
+    In float16, whose sums are good enough for so small a share; chunks have FIT_SUMS sums in turn.
+
+    Args:
+        x: (..., head_dim) float32, over the scale of its row.
+        codes: e4m3 of the same shape, up to 16.
+    Returns:
+        float32 (...): 1 where a row has NaN, or nothing but zeros.
+    """
+    code = codes.half()
+    chunks = [
+        pad(y, (0, -y.shape[-1] % (FIT_SUMS * CHUNK))).unflatten(-1, (-1, FIT_SUMS, CHUNK // 2, 2))
+        for y in (code, x.half() - code)
+    ]
+    pairs = [y.movedim(-2, -3).flatten(-4, -3).unbind(-3) for y in chunks]
+    of_codes = of_errors = torch.zeros_like(pairs[0][0])
+    for c, error in zip(*pairs, strict=True):
+        # In float32 the products are exact, and so nearly always the sums.
+        of_errors = torch.addcmul(of_errors.float(), c.float(), error.float()).half()
+        of_codes = torch.addcmul(of_codes.float(), c.float(), c.float()).half()
+    share = _join_sums(of_errors) * _join_sums(of_codes).reciprocal()
+    return torch.where(share.abs() <= MOST_FIT, 1.0 + share, 1.0)
+
+
+def _join_sums(sums: torch.Tensor) -> torch.Tensor:
+    """(..., FIT_SUMS, 2) float16 -> their sum in float32, in the kernel's order."""
+    a, b, c, d = sums.float().sum(-1).unbind(-1)
+    return (a + b) + (c + d)
 
 
 def mean_of_keys(x: torch.Tensor) -> torch.Tensor:
@@ -386,6 +427,13 @@ def _quantize(
     return QuantizedTensor(rounded(x * row_scale(scale.reciprocal(), block, seqlen)), scale, block, largest)
 
 
+def _fitted(x: torch.Tensor, quantized: QuantizedTensor) -> QuantizedTensor:
+    """Rows with a scale each, the scales fitted to their codes."""
+    over_scale = x * row_scale(quantized.scale.reciprocal(), 1, x.shape[1])
+    fit = fit_of_rows(over_scale, quantized.data).transpose(1, 2)
+    return replace(quantized, scale=(quantized.scale * fit).contiguous())
+
+
 def quantize_by_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, means: Means
 ) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
@@ -399,9 +447,11 @@ def quantize_by_torch(
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
     rows = _quantize(v32, c.granularity, block_k, kv_heads, final, rounded=round_values)
-    largest_q, largest_k = largest_codes(q.shape[3], c.granularity == "block" and c.block_q == 1)
+    scales_rows = c.granularity == "block" and c.block_q == 1
+    largest_q, largest_k = largest_codes(q.shape[3], scales_rows)
+    quantized_q = _quantize(q32, c.granularity, c.block_q, kv_heads, largest=largest_q)
     return (
-        _quantize(q32, c.granularity, c.block_q, kv_heads, largest=largest_q),
+        _fitted(q32, quantized_q) if scales_rows and q.shape[3] <= MAX_HEAD_DIM else quantized_q,
         _quantize(k32, c.granularity, block_k, kv_heads, largest=largest_k),
         TransposedV(transpose_for_kernel(rows.data), rows.scale, rows.block, v.shape[1]),
     )

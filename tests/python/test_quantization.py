@@ -9,7 +9,7 @@ import torch
 
 from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper.quantize.config import E4M3_MAX, MIN_SCALE, MOST_SHIFT, hadamard_blocks
+from hopper.quantize.config import E4M3_MAX, MIN_SCALE, MOST_FIT, MOST_SHIFT, hadamard_blocks
 from hopper_attention import device_memory, flash_attn_fp8_func
 from hopper_attention.problem import length_bounds
 from hopper_attention.quantization import (
@@ -154,12 +154,32 @@ def test_each_row_of_q_has_a_scale_unless_told_otherwise():
     assert parts.q.block == parts.quantization.block_q == 1 and parts.q.scale.shape == (2, 4, 50)
     rotated = rotate_head_dim(q, parts.quantization.seed)
     amax = rotated.abs().amax(-1).transpose(1, 2)
-    assert torch.equal(parts.q.scale, (amax / 16).clamp_min(MIN_SCALE))
+    assert torch.allclose(parts.q.scale, (amax / 16).clamp_min(MIN_SCALE), rtol=MOST_FIT, atol=0.0)
     assert parts.q.scale[1, 3, 20] == MIN_SCALE and not parts.q.data[1, 20, 3].float().any()
     largest = parts.q.data.float().abs().amax(-1)
     assert (largest == 16.0).sum() == largest.numel() - 1
     by_head = quantize_qkv(q, k, v, quantization=Fp8Quantization(granularity="head"))
     assert by_head.q.block == 50 and by_head.q.scale.shape == (2, 4, 1)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 200, 256])
+def test_the_scale_of_a_row_of_q_is_the_best_for_its_codes(head_dim: int):
+    """The squared error is least, and less than with the scale by which the row was rounded."""
+    q, k, v = (torch.randn(1, 40, 2, head_dim, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q[:, ::2, :, 3] *= 30.0
+    parts = quantize_qkv(q, k, v)
+    x, codes = rotate_head_dim(q, parts.quantization.seed).double(), parts.q.data.double()
+    scale = parts.q.scale.transpose(1, 2).double()
+    best = (x * codes).sum(-1) / (codes * codes).sum(-1)
+    assert ((scale / best - 1).abs() < 2e-4).all()
+    first = x.abs().amax(-1) / parts.q.largest
+
+    def error(scale: torch.Tensor) -> torch.Tensor:
+        return (x - codes * scale[..., None]).square().sum(-1)
+
+    assert (error(scale) < error(first) * (1 + 1e-6)).all()
+    # One of head_dim degrees of freedom is gone.
+    assert error(scale).sum() < (1 - 0.5 / head_dim) * error(first).sum()
 
 
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
