@@ -39,6 +39,8 @@ the second share of a value."""
 FIT_SUMS, MOST_FIT = 4, 2.0**-4
 """The scale of a row of Q is fitted to its codes by sums of so many parts, and changes by no more than this share: more
 than e4m3 may be off."""
+RECIPROCAL = 0x7EF311C7
+"""Bits of float32 less this are those of 1 / x, to an eighth. Of a share of half a percent no more is needed."""
 
 RUNS_OF_PATCH, PATCH_COLUMNS = 4, 16
 """Of V, that a warp rounds at once: each thread two columns of a run."""

@@ -1,6 +1,5 @@
 """What a CTA does to one item, a block or more of Q, K or V: load, rotate, find the scale, round, store."""
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -30,7 +29,17 @@ from hopper.quantize.config import (
     hadamard_blocks,
     is_power_of_two,
 )
-from hopper.quantize.words import load_async, multiply_add, reciprocal, widen, widen_codes, words_at
+from hopper.quantize.halves import add_halves
+from hopper.quantize.words import (
+    coarse_reciprocal,
+    load_async,
+    multiply_add,
+    permute,
+    reciprocal,
+    widen,
+    widen_codes,
+    words_at,
+)
 
 CHUNK_BYTES = 2 * CHUNK
 CHUNK_WORDS = CHUNK // 2
@@ -361,7 +370,7 @@ class RowScaledOperand(Operand):
                 self._store_scale(cta, scale * self._fit(row, inverse), p, place)
         return turn
 
-    def _join_lanes(self, x: Float32, join_two: Callable) -> Float32:
+    def _join_lanes(self, x: Float32 | Int32, join_two: Callable) -> Float32 | Int32:
         """What ``join_two`` makes of the lanes of a row."""
         distance = 1
         while distance < self.tiling.lanes:
@@ -396,19 +405,18 @@ class RowScaledOperand(Operand):
                 error = subtract_halves(pack(*pair, Float16), code)
                 errors[c % of_lane] = multiply_add_halves(code, error, errors[c % of_lane])
                 codes[c % of_lane] = multiply_add_halves(code, code, codes[c % of_lane])
-        of_errors, of_codes = self._join_sums(errors), self._join_sums(codes)
-        share = multiply_rounded(of_errors, reciprocal(of_codes))
+        both = [self._join_sums(*sums) for sums in zip(errors, codes, strict=True)]
+        of_errors, of_codes = widen(reduce(add_halves, both), Float16)
+        share = multiply_rounded(of_errors, coarse_reciprocal(of_codes))
         fit = Float32(1.0)
         if cute.math.absf(share) <= MOST_FIT:
             fit = 1.0 + share
         return fit
 
-    def _join_sums(self, sums: list[Int32]) -> Float32:
-        """The FIT_SUMS sums of a row, two float16 each, in one."""
-        of_lane = [
-            self._join_lanes(low + high, operator.add) for low, high in (widen(x, Float16) for x in sums)
-        ]
-        return reduce(operator.add, of_lane)
+    def _join_sums(self, errors: Int32, codes: Int32) -> Int32:
+        """Two sums of two float16 each, of all lanes of a row: that of errors and that of codes side by side."""
+        lower, upper = permute(errors, codes, 0x5410), permute(errors, codes, 0x7632)
+        return self._join_lanes(add_halves(lower, upper), add_halves)
 
 
 def flip_signs(chunk: cute.Tensor, flips: cute.Tensor):

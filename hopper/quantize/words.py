@@ -4,6 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64
 
+from hopper.quantize.config import RECIPROCAL
+
 HIGH_HALF = -0x10000
 
 
@@ -58,3 +60,8 @@ def multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:
 def reciprocal(x: Float32) -> Float32:
     """1 / x, correctly rounded."""
     return cute.arch.inline_ptx("rcp.rn.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def coarse_reciprocal(x: Float32) -> Float32:
+    """1 / x of an x > 0 that is no subnormal, to an eighth: the exponent is negated, and the mantissa with it."""
+    return (RECIPROCAL - x.bitcast(Int32)).bitcast(Float32)

@@ -63,6 +63,7 @@ from hopper.quantize.config import (
     MIN_SCALE,
     MOST_FIT,
     MOST_SHIFT,
+    RECIPROCAL,
     largest_codes,
 )
 from hopper_attention.checks import TensorSpec
@@ -193,14 +194,14 @@ def fit_of_rows(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         # In float32 the products are exact, and so nearly always the sums.
         of_errors = torch.addcmul(of_errors.float(), c.float(), error.float()).half()
         of_codes = torch.addcmul(of_codes.float(), c.float(), c.float()).half()
-    share = _join_sums(of_errors) * _join_sums(of_codes).reciprocal()
+    share = _join_sums(of_errors) * (RECIPROCAL - _join_sums(of_codes).view(torch.int32)).view(torch.float32)
     return torch.where(share.abs() <= MOST_FIT, 1.0 + share, 1.0)
 
 
 def _join_sums(sums: torch.Tensor) -> torch.Tensor:
-    """(..., FIT_SUMS, 2) float16 -> their sum in float32, in the kernel's order."""
-    a, b, c, d = sums.float().sum(-1).unbind(-1)
-    return (a + b) + (c + d)
+    """(..., FIT_SUMS, 2) float16 -> their sum, added up in float16 in the kernel's order, as float32."""
+    a, b, c, d = (sums[..., 0] + sums[..., 1]).unbind(-1)
+    return ((a + b) + (c + d)).float()
 
 
 def mean_of_keys(x: torch.Tensor) -> torch.Tensor:

@@ -171,13 +171,14 @@ def test_the_scale_of_a_row_of_q_is_the_best_for_its_codes(head_dim: int):
     x, codes = rotate_head_dim(q, parts.quantization.seed).double(), parts.q.data.double()
     scale = parts.q.scale.transpose(1, 2).double()
     best = (x * codes).sum(-1) / (codes * codes).sum(-1)
-    assert ((scale / best - 1).abs() < 2e-4).all()
     first = x.abs().amax(-1) / parts.q.largest
+    # The share is divided by a reciprocal that is good to an eighth.
+    assert ((scale / best - 1).abs() < (first / best - 1).abs() / 7 + 1e-4).all()
 
     def error(scale: torch.Tensor) -> torch.Tensor:
         return (x - codes * scale[..., None]).square().sum(-1)
 
-    assert (error(scale) < error(first) * (1 + 1e-6)).all()
+    assert (error(scale) < error(first) * (1 + 1e-5)).all()
     # One of head_dim degrees of freedom is gone.
     assert error(scale).sum() < (1 - 0.5 / head_dim) * error(first).sum()
 
