@@ -57,10 +57,6 @@ codes that become subnormal. Wider heads, which no kernel takes, keep theirs."""
 MIN_SCALE = 2.0**-80
 """The scale of a block that is all zero. P / scale, which the attention kernel sums, stays within float32."""
 
-MOST_OF_TWO_LANES = 128 * 128
-"""Elements of the larger block of Q and K up to which two threads share a row: with half of a longer one, or of one in
-more warps, a thread has too few registers."""
-
 WARPS_AND_ELEMENTS = ((4, 64), (8, 64), (16, 64), (12, 112), (8, 192))
 """Warps of a CTA, and the elements that each thread may then hold: the first that fits serves."""
 
@@ -126,11 +122,6 @@ class BlockTiling:
     def elements(self) -> int:
         """Elements that a thread holds."""
         return self.passes * self.chunks * CHUNK
-
-    def chunks_stored(self, code_bytes: int) -> int:
-        """Chunks whose codes a thread stores at once. Memory takes 32 bytes; where two lanes have no more than 16 side
-        by side, they trade chunks before."""
-        return 2 if self.lanes * CHUNK * code_bytes < 32 and self.chunks % 2 == 0 else 1
 
     def first_row(self, index: int, warp: Any) -> Any:
         """First row of the item that ``warp`` holds in pass ``index``."""
@@ -230,6 +221,11 @@ class QuantizeConfig:
         """Those of Q and of K, by the function of this name."""
         return largest_codes(self.head_dim, self.scales_rows)
 
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row. Each holds whole chunks of every Hadamard block, the smallest of which decides."""
+        return 2 if self.head_dim % 32 or self.head_dim_v % 32 else 4
+
     @cached_property
     def warps(self) -> int:
         """Warps of a CTA.
@@ -313,12 +309,6 @@ class QuantizeConfig:
         return WIDE_CODES_DTYPE if self.wide_codes else FP8_DTYPE
 
     @property
-    def _lanes(self) -> int:
-        """Threads that share a row of Q or K: two have fewer butterflies between them than four."""
-        elements = self.head_dim * max(self._rows_q, self.block_k)
-        return 2 if elements <= MOST_OF_TWO_LANES else lanes_for(self.head_dim)
-
-    @property
     def _rows_q(self) -> int:
         """Rows of the smallest item of Q."""
         return ROWS_PER_ITEM if self.scales_rows else self.block_q
@@ -326,16 +316,10 @@ class QuantizeConfig:
     def _tilings(self, warps: int) -> tuple[BlockTiling, BlockTiling, BlockTiling]:
         """Those of Q, K and V."""
         return (
-            BlockTiling(self.head_dim, self._rows_q, self._lanes, warps),
-            BlockTiling(self.head_dim, self.block_k, self._lanes, warps),
-            BlockTiling(self.head_dim_v, self.block_k, lanes_for(self.head_dim_v), warps),
+            BlockTiling(self.head_dim, self._rows_q, self.lanes, warps),
+            BlockTiling(self.head_dim, self.block_k, self.lanes, warps),
+            BlockTiling(self.head_dim_v, self.block_k, self.lanes, warps),
         )
-
-
-def lanes_for(head_dim: int) -> int:
-    """Threads that share a row, at most. Each holds whole chunks of every Hadamard block, the smallest of which
-    decides."""
-    return 2 if head_dim % 32 else 4
 
 
 def validate_quantize_config(config: QuantizeConfig) -> None:

@@ -336,15 +336,11 @@ class Operand(LoopInvariant):
         row_of_entry = self.items.first_row(place) + number * t.rows + row_of_item
         offset = Int64(self.items.entry(place)) * self.data.stride[0]
         offset = offset + Int64(row_of_entry) * self.data.stride[1]
-        together = t.chunks_stored(code_bytes)
-        column = cta.lane % t.lanes * together * CHUNK
-        offset = offset + Int64(head) * self.data.stride[2] + column
+        offset = offset + Int64(head) * self.data.stride[2] + t.column(0, cta.lane)
         address = self.data.iterator.toint() + code_bytes * offset
-        for c in cutlass.range_constexpr(0, t.chunks, together):
+        for c in cutlass.range_constexpr(t.chunks):
             # Only the store is conditional: what an idle row computes is cheaper than registers that may be unset.
             rounded = (round_to_wide_codes if code_bytes == 2 else round_chunk)(row, c, inverse)
-            if const_expr(together == 2):
-                rounded = trade(rounded, round_chunk(row, c + 1, inverse), cta.lane % 2)
             if row_of_item < self.rows_present(place):
                 first = address + c * t.lanes * CHUNK * code_bytes
                 cute.autovec_copy(rounded, words_at(first, cute.size(rounded)))
@@ -465,23 +461,6 @@ def round_chunk(row: cute.Tensor, c: int, inverse: Float32) -> cute.Tensor:
     for w in range(CHUNK // 4):
         words[w] = join(pack_e4m3(x[4 * w], x[4 * w + 1]), pack_e4m3(x[4 * w + 2], x[4 * w + 3]))
     return words
-
-
-@cute.jit
-def trade(first: cute.Tensor, second: cute.Tensor, is_odd: Int32) -> cute.Tensor:
-    """Of two chunks of codes that a lane has, and two of its neighbour, every second one of four that follow each
-    other: the first two of these for the even lane, the others for the odd one. All lanes of a warp come here."""
-    words = cute.size(first)
-    traded = cute.make_rmem_tensor(2 * words, Int32)
-    for w in cutlass.range_constexpr(words):
-        kept, given = first[w], second[w]
-        if is_odd == 1:
-            kept, given = given, kept
-        taken = cute.arch.shuffle_sync_bfly(given, offset=1)
-        traded[w], traded[words + w] = kept, taken
-        if is_odd == 1:
-            traded[w], traded[words + w] = taken, kept
-    return traded
 
 
 def round_to_wide_codes(row: cute.Tensor, c: int, inverse: Float32) -> cute.Tensor:
