@@ -352,7 +352,7 @@ class Operand(LoopInvariant):
 @dataclass(frozen=True)
 class RowScaledOperand(Operand):
     """Q with a scale for each row: ``scale`` is (batch, heads, seqlen). It is fitted to the codes once they are known
-    (``hopper_attention.quantization_rules.fit_row_scales``).
+    (``hopper_attention.quantization_rules.fit_of_rows``).
 
     A row lies in one warp, so warps do not wait for each other, and what is done to one row is done before the next.
     """

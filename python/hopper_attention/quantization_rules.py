@@ -172,10 +172,10 @@ def round_runs(runs: torch.Tensor) -> torch.Tensor:
 def fit_of_rows(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """What the scales of rows are to be multiplied with, for the least squared error by their codes.
 
-    By chance the codes of a row add up to a little more or less than the row: c is x but for an error e, and a c is
-    nearest to x with a = <x, c> / <c, c> = 1 + <c, e> / <c, c>. That keeps the scores of the keys that a query likes
+    By chance codes c are a little too long or too short for their row x = c + e. Of all multiples of c that with the
+    factor <x, c> / <c, c> = 1 + <c, e> / <c, c> is nearest to x. It keeps the scores of the keys that a query likes
     best, which point the way that it does. (RaBitQ, Gao and Long, SIGMOD 2024, divides by <x, c> for the same reason.)
-    In float16, whose sums are good enough for so small a share; chunks have FIT_SUMS sums in turn.
+    Sums are in float16, which is good enough for so small a share; chunks have FIT_SUMS sums in turn.
 
     Args:
         x: (..., head_dim) float32, over the scale of its row.
