@@ -15,7 +15,7 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale. V is rounded such
   that errors of neighbouring keys cancel (:func:`round_values`).
 - The scale of a row of Q by itself is then fitted to its codes, which changes it by a fraction of a percent
-  (:func:`fit_of_rows`).
+  (:func:`fit_of_rows`); not in heads wider than 256, whose codes are too large for the sums.
 - NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
   other value of their block; but a rotated row is a mixture, and one such element makes NaN of all of its
   Hadamard block. Where each row of Q has a scale, they change nothing of the other rows; a row without finite values
