@@ -32,7 +32,7 @@ DEFAULT_SMOOTH_V = True
 BANK_LINE = 128
 """Bytes of shared memory that lie in different banks."""
 
-CARRY_KEYS, FEEDBACK, MOST_SHIFT = BLOCK_STEP, 2.0**-4, 2.0**-5
+CARRY_KEYS, FEEDBACK, MOST_SHIFT = BLOCK_STEP, 2.0**-5, 2.0**-5
 """Of so many keys of V errors are carried on: this share of each is added to all later values, but in all no more than
 the second share of a value."""
 

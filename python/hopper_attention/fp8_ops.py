@@ -219,7 +219,7 @@ def layout_of(q: Tensor, k: Tensor, quantization: Fp8Quantization) -> Layout:
     has_blocks = c.granularity == "block"
     rows_q = c.block_q if has_blocks else max(seqlen_q, 1)
     rows_k = cast(int, c.block_k) if has_blocks else max(seqlen_k, 1)
-    largest = largest_codes(q.shape[3], has_blocks and c.block_q == 1)
+    largest = largest_codes(q.shape[3], c.scales_rows)
     return Layout(rows_q, rows_k, rows_k, *largest, seqlen_k, True, q.dtype)
 
 

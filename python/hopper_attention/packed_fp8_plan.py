@@ -82,7 +82,7 @@ def _problem_of(
 ) -> Fp8AttentionProblem:
     has_blocks = c.granularity == "block"
     block_k = c.keys_per_block(*head_dims, 0) if has_blocks else ONE_BLOCK
-    largest = largest_codes(head_dims[0], has_blocks and c.block_q == 1)
+    largest = largest_codes(head_dims[0], c.scales_rows)
     mask, half_scores = call.mask, scores_fit_half(*largest, head_dims[0])
     return Fp8AttentionProblem(
         FP8_DTYPE,

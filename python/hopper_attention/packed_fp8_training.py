@@ -60,7 +60,7 @@ class Saved(NamedTuple):
     def parts(self, lengths: Lengths, c: Fp8Quantization, dtype: torch.dtype) -> PackedQuantizedQKV:
         """The quantized tensors again; ``block_k`` of their options is a number."""
         block_q, block_k = _blocks(c)
-        largest_q, largest_k = largest_codes(self.q.shape[2], c.granularity == "block" and c.block_q == 1)
+        largest_q, largest_k = largest_codes(self.q.shape[2], c.scales_rows)
         return PackedQuantizedQKV(
             PackedQuantizedTensor(self.q, self.q_scale, block_q, largest_q),
             PackedQuantizedTensor(self.k, self.k_scale, block_k, largest_k),

@@ -138,12 +138,11 @@ def quantize_packed_by_torch(
     q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
-    scales_rows = c.granularity == "block" and c.block_q == 1
-    largest_q, largest_k = largest_codes(q.shape[2], scales_rows)
+    largest_q, largest_k = largest_codes(q.shape[2], c.scales_rows)
     rows = _quantize(v32, of_k, c.granularity, block_k, kv_heads, E4M3_MAX, final, _round_values)
     quantized_q = _quantize(q32, of_q, c.granularity, c.block_q, kv_heads, largest_q)
     return PackedQuantizedQKV(
-        _fitted(q32, of_q, quantized_q) if scales_rows and q.shape[2] <= MAX_HEAD_DIM else quantized_q,
+        _fitted(q32, of_q, quantized_q) if c.scales_rows and q.shape[2] <= MAX_HEAD_DIM else quantized_q,
         _quantize(k32, of_k, c.granularity, block_k, kv_heads, largest_k),
         PackedTransposedV(transpose_packed(rows.data, lengths), rows.scale, rows.block, v.shape[0]),
         lengths=lengths,

@@ -448,11 +448,10 @@ def quantize_by_torch(
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
     rows = _quantize(v32, c.granularity, block_k, kv_heads, final, rounded=round_values)
-    scales_rows = c.granularity == "block" and c.block_q == 1
-    largest_q, largest_k = largest_codes(q.shape[3], scales_rows)
+    largest_q, largest_k = largest_codes(q.shape[3], c.scales_rows)
     quantized_q = _quantize(q32, c.granularity, c.block_q, kv_heads, largest=largest_q)
     return (
-        _fitted(q32, quantized_q) if scales_rows and q.shape[3] <= MAX_HEAD_DIM else quantized_q,
+        _fitted(q32, quantized_q) if c.scales_rows and q.shape[3] <= MAX_HEAD_DIM else quantized_q,
         _quantize(k32, c.granularity, block_k, kv_heads, largest=largest_k),
         TransposedV(transpose_for_kernel(rows.data), rows.scale, rows.block, v.shape[1]),
     )

@@ -145,6 +145,11 @@ class Fp8Quantization:
         elif self.block_k != TILE:
             raise ValueError(f"block_k is {self.block_k!r}, allowed: 1 or more, or {TILE!r}")
 
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each row of Q has a scale of its own."""
+        return self.granularity == "block" and self.block_q == 1
+
     def keys_per_block(self, head_dim: int, head_dim_v: int, seqlen_k: int) -> int:
         """``block_k`` as a number."""
         if isinstance(self.block_k, int):

@@ -272,9 +272,10 @@ def test_errors_of_neighbouring_keys_cancel() -> None:
     x = 64.0 * torch.randn(2, 200, 2, 96, generator=generator)
     plain, found = (rounded(x).float() - x for rounded in (to_e4m3, round_values))
     sums = [error[:, :192].unflatten(1, (-1, CARRY_KEYS)).sum(2) for error in (plain, found)]
-    assert rms(sums[1]) < 0.6 * rms(sums[0])
-    # A value is shifted by no more than 1/32 of itself, which makes its own error larger by some percent.
-    assert rms(found) < 1.06 * rms(plain)
+    # Where keys have like weights, sums count; where one key has it all, its own error, which grows with the feedback.
+    assert rms(sums[1]) < 0.7 * rms(sums[0])
+    assert rms(found) < 1.01 * rms(plain)
+    # A value is shifted by no more than 1/32 of itself.
     assert bool((found.abs() <= x.abs() * (1 / 16 + 1 / 32 + 2**-10) + 2.0**-10).all())
     firsts = x[:, ::CARRY_KEYS]
     assert torch.equal(round_values(x)[:, ::CARRY_KEYS].float(), to_e4m3(firsts.half().float()).float())
