@@ -9,7 +9,7 @@ No kernel but ours runs on the GPU: inputs, poison and the check of the result l
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
 two heads on one KV head, and where the grid is persistent two CTAs for four tiles, so that shared memory is reused
 across tiles. Compile first (``hopper-attention compile``, and again with ``--arch sm_90a``), or the tool watches the
-compiler too.
+compiler too. With ``--report-api-errors no`` it leaves out the functions that cuda-python asks the driver for in vain.
 """
 
 from __future__ import annotations
