@@ -85,12 +85,6 @@ def main(arguments: list[str]) -> int:
     families = [family for family in FAMILIES if family.name in wanted]
     if len(families) < len(wanted):
         parser.error(f"families is {options.families}, allowed: {', '.join(f.name for f in FAMILIES)}")
-    cells = []
-    for problem in parse_shapes(options.problems):
-        for family in families:
-            cells.append(cell := measure(problem, family, peers, setting, options.draws))
-            shown = "  ".join(f"{n} {t:.1f} us {cell['error'][n]:.2e}" for n, t in cell["us"].items())
-            print(f"{problem.name:38} {family.name:9} {shown}", flush=True)
     head = {
         **describe_place(KIND, setting.device, options.commit),
         "method": {
@@ -100,7 +94,13 @@ def main(arguments: list[str]) -> int:
         },
         "families": {family.name: family.what for family in families},
     }
-    write_text(options.out, dump_rows(head, "cells", cells))
+    cells = []
+    for problem in parse_shapes(options.problems):
+        for family in families:
+            cells.append(cell := measure(problem, family, peers, setting, options.draws))
+            shown = "  ".join(f"{n} {t:.1f} us {cell['error'][n]:.2e}" for n, t in cell["us"].items())
+            print(f"{problem.name:38} {family.name:9} {shown}", flush=True)
+            write_text(options.out, dump_rows(head, "cells", cells))
     return 0
 
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.core import TyperGroup
 
+from hopper_attention.cli_measure import end_if_lost, line_progress, measurement
 from hopper_attention.cli_parts import (
     NO_FILE,
-    STDOUT,
     Device,
     Fa3Library,
     JsonPath,
@@ -72,31 +72,10 @@ bench_app = typer.Typer(
 )
 
 
-def line_progress(bar: Progress, total: int) -> Callable[[str], None]:
-    """A progress callback of the benchmarks, called with a line as each of ``total`` parts starts."""
-    task = bar.add_task("starting", total=total)
-    seen: list[str] = []
-
-    def start(line: str) -> None:
-        bar.update(task, completed=len(seen), description=line)
-        seen.append(line)
-
-    return start
-
-
 def show_problems(lines: list[str], console: Console) -> None:
     """What did not run and why."""
     for line in lines:
         console.print(line, style="yellow", markup=False)
-
-
-def end_if_lost(lost: str, console: Console) -> None:
-    """End the process if a kernel brought the GPU down."""
-    if lost:
-        from hopper_attention.experiments.bench.run import exit_with_lost_gpu
-
-        console.print(lost, style="bold red", markup=False)
-        exit_with_lost_gpu()
 
 
 def device_to_measure(device: str) -> str:
@@ -129,8 +108,8 @@ def throughput(
     long two peers of some rows run without a pause."""
     where = device_to_measure(device)
     from hopper_attention.experiments.bench.peers import Setting, parse_peers
-    from hopper_attention.experiments.bench.results import ForwardReport, dump_forward
-    from hopper_attention.experiments.bench.run import CellLostError, check_affordable, run_forward
+    from hopper_attention.experiments.bench.results import dump_forward
+    from hopper_attention.experiments.bench.run import check_affordable, run_forward
     from hopper_attention.experiments.bench.spec import parse_shapes
     from hopper_attention.experiments.bench.suites import SUITES
     from hopper_attention.experiments.bench.tables import forward_table
@@ -144,23 +123,18 @@ def throughput(
     rows = parse_peers(peers or suite.default_peers, suite.registry)
     check_affordable(problems, where)
     console = console_for(json_path)
-    latest: list[ForwardReport] = []
-    lost = ""
-    with progress_bar() as bar:
-        try:
-            run_forward(
-                problems,
-                rows,
-                Setting(where, fa3_library),
-                Effort(budget_s=budget or suite.budget_s),
-                suite=suite,
-                sustained_s=sustained,
-                progress=line_progress(bar, len(problems)),
-                save=latest.append,
-            )
-        except CellLostError as error:
-            lost = f"stopped at {error.cell.problem.name}: {error}"
-    report = latest[-1]
+    with measurement(len(problems), dump_forward, json_path) as run:
+        run_forward(
+            problems,
+            rows,
+            Setting(where, fa3_library),
+            Effort(budget_s=budget or suite.budget_s),
+            suite=suite,
+            sustained_s=sustained,
+            progress=run.start,
+            save=run.save,
+        )
+    (report,) = run.kept
     console.print(forward_table(report))
     targets = throughput_targets(report)
     if targets:
@@ -171,7 +145,7 @@ def throughput(
 
         print_path(console, "plot", plot_forward(report, Path(plot)))
     write_json_text(dump_forward(report), json_path, console)
-    end_if_lost(lost, console)
+    run.end(console)
 
 
 SUITE_HELP = {
@@ -269,12 +243,10 @@ def scaling(
     with one_line_errors():
         where = device_to_measure(device)
         from hopper_attention.experiments.bench.peers import PEERS, Setting, parse_peers
-        from hopper_attention.experiments.bench.run import CellLostError
         from hopper_attention.experiments.bench.timing import Effort
         from hopper_attention.experiments.scaling.run import (
             DEFAULT_PEERS,
             Scaling,
-            ScalingReport,
             dump_scaling,
             parse_lengths,
             run_scaling,
@@ -285,16 +257,10 @@ def scaling(
         rows = parse_peers(peers or DEFAULT_PEERS, PEERS)
         setting = Setting(where, fa3_library)
         console = console_for(json_path)
-        latest: list[ScalingReport] = []
-        lost = ""
-        with progress_bar() as bar:
-            start = line_progress(bar, len(spec.problems()))
-            effort = Effort(budget_s=budget)
-            try:
-                run_scaling(spec, rows, setting, effort, progress=start, save=latest.append)
-            except CellLostError as error:
-                lost = f"stopped at {error.cell.problem.name}: {error}"
-        for report in latest[-1:]:
+        effort = Effort(budget_s=budget)
+        with measurement(len(spec.problems()), dump_scaling, json_path) as run:
+            run_scaling(spec, rows, setting, effort, progress=run.start, save=run.save)
+        for report in run.kept:
             console.print(scaling_table(report))
             show_problems(scaling_problems(report), console)
             if plot != NO_FILE:
@@ -302,7 +268,7 @@ def scaling(
 
                 print_path(console, "plot", plot_scaling(report, Path(plot)))
             write_json_text(dump_scaling(report), json_path, console)
-        end_if_lost(lost, console)
+        run.end(console)
 
 
 @bench_app.command()
@@ -326,11 +292,10 @@ def features(
         from hopper_attention.experiments.bench.timing import Effort
         from hopper_attention.experiments.features.peers import DEFAULT_FEATURE_PEERS, FEATURE_PEERS
         from hopper_attention.experiments.features.results import (
-            FeatureReport,
             dump_features,
             feature_targets,
         )
-        from hopper_attention.experiments.features.run import WorkloadLostError, run_features
+        from hopper_attention.experiments.features.run import run_features
         from hopper_attention.experiments.features.spec import WORKLOADS
         from hopper_attention.experiments.features.tables import feature_table
         from hopper_attention.experiments.tables import target_table
@@ -341,17 +306,9 @@ def features(
         rows = parse_peers(peers, FEATURE_PEERS, DEFAULT_FEATURE_PEERS)
         setting, effort = Setting(where, fa3_library), Effort(budget_s=budget)
         console = console_for(json_path, WIDE_PIPE)
-        latest: list[FeatureReport] = []
-        lost = ""
-        with progress_bar() as bar:
-            start = line_progress(bar, len(workloads))
-            try:
-                run_features(
-                    workloads, rows, setting, effort, family=inputs, progress=start, save=latest.append
-                )
-            except WorkloadLostError as error:
-                lost = f"stopped at {error}"
-        report = latest[-1]
+        with measurement(len(workloads), dump_features, json_path) as run:
+            run_features(workloads, rows, setting, effort, family=inputs, progress=run.start, save=run.save)
+        (report,) = run.kept
         console.print(feature_table(report))
         targets = feature_targets(report)
         if targets:
@@ -362,7 +319,7 @@ def features(
 
             print_path(console, "plot", plot_features(report, Path(plot)))
         write_json_text(dump_features(report), json_path, console)
-        end_if_lost(lost, console)
+        run.end(console)
 
 
 @bench_app.command()
@@ -385,11 +342,9 @@ def serving(
         where = device_to_measure(device)
         from hopper_attention.experiments.bench.peers import Setting, parse_peers
         from hopper_attention.experiments.bench.timing import Effort
-        from hopper_attention.experiments.features.run import WorkloadLostError
-        from hopper_attention.experiments.reports import write_text
         from hopper_attention.experiments.serving import spec
         from hopper_attention.experiments.serving.peers import DEFAULT_SERVING_PEERS, SERVING_PEERS
-        from hopper_attention.experiments.serving.results import ServingReport, dump_serving, serving_targets
+        from hopper_attention.experiments.serving.results import dump_serving, serving_targets
         from hopper_attention.experiments.serving.run import run_serving
         from hopper_attention.experiments.serving.tables import host_table, serving_problems, serving_table
         from hopper_attention.experiments.tables import target_table
@@ -399,21 +354,9 @@ def serving(
         rows = parse_peers(peers, SERVING_PEERS, DEFAULT_SERVING_PEERS)
         setting, effort = Setting(where, fa3_library), Effort(budget_s=budget)
         console = console_for(json_path, WIDE_PIPE)
-        latest: list[ServingReport] = []
-        lost = ""
-
-        def save(report: ServingReport) -> None:
-            latest.append(report)
-            if json_path not in (NO_FILE, STDOUT):
-                write_text(Path(json_path), dump_serving(report))
-
-        with progress_bar() as bar:
-            start = line_progress(bar, len(workloads))
-            try:
-                run_serving(workloads, rows, setting, effort, family=inputs, progress=start, save=save)
-            except WorkloadLostError as error:
-                lost = f"stopped at {error}"
-        report = latest[-1]
+        with measurement(len(workloads), dump_serving, json_path) as run:
+            run_serving(workloads, rows, setting, effort, family=inputs, progress=run.start, save=run.save)
+        (report,) = run.kept
         console.print(serving_table(report))
         if report.host:
             console.print(host_table(report))
@@ -426,7 +369,7 @@ def serving(
 
             print_path(console, "plot", plot_serving(report, Path(plot)))
         write_json_text(dump_serving(report), json_path, console)
-        end_if_lost(lost, console)
+        run.end(console)
 
 
 @bench_app.command()
@@ -443,11 +386,9 @@ def quantize(
     with one_line_errors():
         where = device_to_measure(device)
         from hopper_attention.experiments.bench.peers import Setting
-        from hopper_attention.experiments.bench.run import CellLostError
         from hopper_attention.experiments.bench.spec import parse_shapes
         from hopper_attention.experiments.bench.timing import Effort
         from hopper_attention.experiments.prepass.run import (
-            QuantizeReport,
             dump_quantize,
             paper_sizes,
             quantize_targets,
@@ -459,20 +400,14 @@ def quantize(
         problems = parse_shapes(shapes) if shapes else paper_sizes()
         setting = Setting(where)
         console = console_for(json_path)
-        latest: list[QuantizeReport] = []
-        lost = ""
-        with progress_bar() as bar:
-            start = line_progress(bar, len(problems))
-            try:
-                run_quantize(problems, setting, Effort(budget_s=budget), progress=start, save=latest.append)
-            except CellLostError as error:
-                lost = f"stopped at {error.cell.problem.name}: {error}"
-        for report in latest[-1:]:
+        with measurement(len(problems), dump_quantize, json_path) as run:
+            run_quantize(problems, setting, Effort(budget_s=budget), progress=run.start, save=run.save)
+        for report in run.kept:
             console.print(quantize_table(report))
             console.print(target_table(quantize_targets(report)))
             show_problems(quantize_problems(report), console)
             write_json_text(dump_quantize(report), json_path, console)
-        end_if_lost(lost, console)
+        run.end(console)
 
 
 @bench_app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from typer.testing import CliRunner, Result
 
 from hopper_attention.cli import app
 from hopper_attention.experiments.bench import latency as bench_latency
+from hopper_attention.experiments.bench import run as bench_run
 from hopper_attention.experiments.bench.results import dump_forward
+from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.features import spec as features_spec
 from hopper_attention.experiments.features.spec import Workload
 from hopper_attention.experiments.reports import dump_figures
@@ -81,6 +84,41 @@ def test_forward_is_the_default(kind: tuple[str, ...], tmp_path: Path) -> None:
         "head_dim 64, not causal" in drawing and "plain PyTorch" in drawing and "head_dim 128" not in drawing
     )
     assert "TFLOP/s" in output and str(plot) in output
+
+
+def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells: list[str] = []
+    run_cell = bench_run.Bench.run_cell
+
+    def stop_at_second(self: bench_run.Bench, problem: Problem, *others: Any) -> Any:
+        if cells:
+            # What is on the disk by now is what a process that is killed leaves.
+            assert [cell["seqlen_q"] for cell in json.loads(out.read_text())["cells"]] == [64]
+            raise KeyboardInterrupt
+        cells.append(problem.name)
+        return run_cell(self, problem, *others)
+
+    monkeypatch.setattr(bench_run.Bench, "run_cell", stop_at_second)
+    out = tmp_path / "bench.json"
+    result = call(
+        "--shapes", f"{TINY},{SMALL}", "--peers", "ours", "--device", "cpu", "--budget", 0.2, "--json", out
+    )
+    assert result.exit_code == 130 and cells == [TINY]
+    assert [cell["seqlen_q"] for cell in json.loads(out.read_text())["cells"]] == [64]
+    assert "TFLOP/s" in result.stdout and "stopped; what had been measured is above" in result.stderr
+    # No terminal is there that could show a bar.
+    assert f"[1/2] {TINY}" in result.stderr and f"[2/2] {SMALL}" in result.stderr
+
+
+def test_a_run_that_is_interrupted_at_once_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_run.Bench, "run_cell", stop)
+    result = call("--shapes", TINY, "--peers", "ours", "--device", "cpu", "--json", tmp_path / "bench.json")
+    assert result.exit_code == 130 and not list(tmp_path.iterdir()) and "stopped" in result.stderr
 
 
 def test_latency_of_one_small_shape(tmp_path: Path) -> None:
