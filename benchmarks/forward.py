@@ -32,7 +32,7 @@ from hopper_attention.experiments.bench.spec import Problem, parse_shapes
 from hopper_attention.experiments.bench.suites import FORWARD, Suite
 from hopper_attention.experiments.bench.tables import forward_table
 from hopper_attention.experiments.bench.targets import throughput_targets
-from hopper_attention.experiments.bench.timing import Effort
+from hopper_attention.experiments.bench.timing import PATIENCE, Effort
 from hopper_attention.experiments.bench.words import problems_of
 from hopper_attention.experiments.reports import write_text
 from hopper_attention.experiments.tables import target_table
@@ -96,6 +96,7 @@ def run(options: argparse.Namespace, suite: Suite, console: Console) -> int:
         min_rounds=min(3, options.rounds),
         max_rounds=options.rounds,
         budget_s=options.budget,
+        patience=PATIENCE,
     )
     saved: list[ForwardReport] = []
 

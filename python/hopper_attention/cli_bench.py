@@ -114,7 +114,7 @@ def throughput(
     from hopper_attention.experiments.bench.suites import SUITES
     from hopper_attention.experiments.bench.tables import forward_table
     from hopper_attention.experiments.bench.targets import throughput_targets
-    from hopper_attention.experiments.bench.timing import Effort
+    from hopper_attention.experiments.bench.timing import PATIENCE, Effort
     from hopper_attention.experiments.bench.words import problems_of
     from hopper_attention.experiments.tables import target_table
 
@@ -128,7 +128,7 @@ def throughput(
             problems,
             rows,
             Setting(where, fa3_library),
-            Effort(budget_s=budget or suite.budget_s),
+            Effort(budget_s=budget or suite.budget_s, patience=PATIENCE),
             suite=suite,
             sustained_s=sustained,
             progress=run.start,
@@ -289,7 +289,7 @@ def features(
     with one_line_errors():
         where = device_to_measure(device)
         from hopper_attention.experiments.bench.peers import Setting, parse_peers
-        from hopper_attention.experiments.bench.timing import Effort
+        from hopper_attention.experiments.bench.timing import PATIENCE, Effort
         from hopper_attention.experiments.features.peers import DEFAULT_FEATURE_PEERS, FEATURE_PEERS
         from hopper_attention.experiments.features.results import (
             dump_features,
@@ -304,7 +304,7 @@ def features(
 
         workloads = pick_workloads(only, WORKLOADS)
         rows = parse_peers(peers, FEATURE_PEERS, DEFAULT_FEATURE_PEERS)
-        setting, effort = Setting(where, fa3_library), Effort(budget_s=budget)
+        setting, effort = Setting(where, fa3_library), Effort(budget_s=budget, patience=PATIENCE)
         console = console_for(json_path, WIDE_PIPE)
         with measurement(len(workloads), dump_features, json_path) as run:
             run_features(workloads, rows, setting, effort, family=inputs, progress=run.start, save=run.save)
@@ -341,7 +341,7 @@ def serving(
     with one_line_errors():
         where = device_to_measure(device)
         from hopper_attention.experiments.bench.peers import Setting, parse_peers
-        from hopper_attention.experiments.bench.timing import Effort
+        from hopper_attention.experiments.bench.timing import PATIENCE, Effort
         from hopper_attention.experiments.serving import spec
         from hopper_attention.experiments.serving.peers import DEFAULT_SERVING_PEERS, SERVING_PEERS
         from hopper_attention.experiments.serving.results import dump_serving, serving_targets
@@ -352,7 +352,7 @@ def serving(
 
         workloads = pick_workloads(only, spec.ALL_WORKLOADS if every else spec.WORKLOADS)
         rows = parse_peers(peers, SERVING_PEERS, DEFAULT_SERVING_PEERS)
-        setting, effort = Setting(where, fa3_library), Effort(budget_s=budget)
+        setting, effort = Setting(where, fa3_library), Effort(budget_s=budget, patience=PATIENCE)
         console = console_for(json_path, WIDE_PIPE)
         with measurement(len(workloads), dump_serving, json_path) as run:
             run_serving(workloads, rows, setting, effort, family=inputs, progress=run.start, save=run.save)

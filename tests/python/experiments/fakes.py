@@ -19,9 +19,10 @@ from hopper_attention.experiments.bench.timing import Calibration, Interval, Lau
 
 @dataclass
 class FakeStopwatch:
-    """Launches take as long as ``costs`` says, by the launch's own name; nothing waits."""
+    """Launches take as long as ``costs`` says, by the launch's own name, or once or twice ``step`` more; none waits."""
 
     costs: dict[str, Calibration]
+    step: float = 0.01
     now: float = 0.0
     played: list[str] = field(default_factory=list)
 
@@ -34,7 +35,7 @@ class FakeStopwatch:
         start, cost = self.now, self.costs[name]
         self.now += spin_s + (repeats + 1) * cost.device_s
         self.played.append(name)
-        return Interval(cost.device_s * (1 + 0.01 * (len(self.played) % 3)), start, self.now)
+        return Interval(cost.device_s * (1 + self.step * (len(self.played) % 3)), start, self.now)
 
     def calibrate(self, launches: Sequence[Launch]) -> Calibration:
         return self.costs[launches[0].__name__]

@@ -61,6 +61,8 @@ from hopper_attention.experiments.bench.timing import (
     Order,
     Stopwatch,
     Turn,
+    describe_effort,
+    is_vague,
     once_each,
     plan_rounds,
     plan_turn,
@@ -269,13 +271,23 @@ class Bench:
         """Interleaved rounds of the admitted peers, as many as this cell's share of the budget allows."""
         if not turns:
             return {}
-        a_round = [turns[name] for name in self.order(list(turns))]
-        rounds = plan_rounds(a_round, self.budget.share(cells_left), self.effort)
+        effort, a_round = self.effort, [turns[name] for name in self.order(list(turns))]
+        patient = replace(effort, max_rounds=effort.patience * effort.max_rounds)
+        rounds, most = (
+            plan_rounds(a_round, self.budget.share(cells_left), each) for each in (effort, patient)
+        )
 
         def play(name: str, turn: Turn) -> Interval:
             return self.take_turn(entries[name], turn)
 
-        return play_rounds(turns, rounds, play, self.order)
+        taken = play_rounds(turns, rounds, play, self.order)
+        played = rounds
+        while played < most and is_vague(taken):
+            more = min(rounds, most - played)
+            for name, intervals in play_rounds(turns, more, play, self.order, first=played).items():
+                taken[name] += intervals
+            played += more
+        return taken
 
     def sustain_some(self, cell: Cell, entries: Mapping[str, Entry], turns: Mapping[str, Turn]) -> Cell:
         """The cell with what some peers do without a pause, one behind the other."""
@@ -381,7 +393,7 @@ def describe_method(suite: Suite, effort: Effort) -> dict[str, Any]:
         "order": BALANCED,
         "l2": f"launches rotate over input_sets sets of q, k, v, in all {L2_MULTIPLE} times the L2 or more",
         "power": "board power as the driver averages it over about a second; clock as sampled",
-        **asdict(effort),
+        **describe_effort(effort),
     }
 
 

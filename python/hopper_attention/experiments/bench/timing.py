@@ -15,10 +15,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
+
+from hopper_attention.experiments.bench.results import relative_spread
 
 Launch = Callable[[], Any]
 """Runs what is timed on inputs prepared before; returns its result, mostly out (batch, seqlen_q, heads, head_dim_v)."""
@@ -31,6 +33,15 @@ CALIBRATION_LAUNCHES = 4
 CALIBRATION_SPIN_S = 0.003
 LONG_LAUNCH_S = 1e-3
 """A launch that takes this long is calibrated by a single one, unless its host code may be what takes it."""
+
+PATIENCE = 3
+"""Times as many rounds as usual that reports have where rounds differ much."""
+
+PRECISION = 0.005
+"""Of a median: reports compare peers to a percent. It is asked of spread alone, never of who is ahead."""
+
+MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
+"""The standard error of a median over interquartile range / sqrt(count), of normal samples."""
 
 HOST_BOUND = 0.7
 """Share of a launch's device time that the host may take before a spin kernel is put in front."""
@@ -158,12 +169,17 @@ def stopwatch_for(device: str) -> Stopwatch:
 
 @dataclass(frozen=True)
 class Effort:
-    """At least ``measure_s`` seconds of launches a measurement, and rounds within ``budget_s`` for a run."""
+    """At least ``measure_s`` seconds of launches a measurement, and rounds within ``budget_s`` for a run.
+
+    There are up to ``max_rounds``, and ``patience`` times as many while the standard error of a median is above
+    PRECISION.
+    """
 
     measure_s: float = 0.005
     min_rounds: int = 3
     max_rounds: int = 11
     budget_s: float = 150.0
+    patience: int = 1
 
     def __post_init__(self) -> None:
         if not (self.measure_s > 0 and self.budget_s > 0):  # of NaN neither is true
@@ -173,6 +189,20 @@ class Effort:
                 f"min_rounds is {self.min_rounds}, max_rounds is {self.max_rounds}, "
                 "allowed: 1 or more, and max_rounds no smaller"
             )
+        if self.patience < 1:
+            raise ValueError(f"patience is {self.patience}, allowed: 1 or more")
+
+
+def describe_effort(effort: Effort) -> dict[str, Any]:
+    """Of a report: its numbers, and patience in words, where there is some."""
+    found = asdict(effort)
+    del found["patience"]
+    if effort.patience > 1:
+        found["patience"] = (
+            f"up to {effort.patience} times max_rounds while the standard error of a median, by the spread of its "
+            f"rounds, is above {100 * PRECISION:g} %"
+        )
+    return found
 
 
 class Budget:
@@ -276,16 +306,27 @@ def plan_rounds(turns: Sequence[Turn], allowed_s: float, effort: Effort) -> int:
     return max(effort.min_rounds, min(effort.max_rounds, fits))
 
 
+def is_vague(taken: Mapping[str, Sequence[Interval]]) -> bool:
+    """Whether a median has a standard error above PRECISION, by the spread of its rounds."""
+    return any(
+        MEDIAN_ERROR * relative_spread([interval.seconds for interval in intervals])
+        > PRECISION * len(intervals) ** 0.5
+        for intervals in taken.values()
+    )
+
+
 def play_rounds(
     turns: dict[str, Turn],
     rounds: int,
     play: Callable[[str, Turn], Interval],
     order: Order = once_each,
+    first: int = 0,
 ) -> dict[str, list[Interval]]:
-    """Measure every peer in each round, as ``order`` says of what :func:`order_of_round` gives."""
+    """Measure every peer in each round, as ``order`` says of what :func:`order_of_round` gives. The first round counts
+    as number ``first``."""
     names = list(turns)
     taken: dict[str, list[Interval]] = {name: [] for name in names}
-    for number in range(rounds):
+    for number in range(first, first + rounds):
         for name in order(order_of_round(names, number)):
             taken[name].append(play(name, turns[name]))
     return taken

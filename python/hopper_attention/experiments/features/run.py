@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from hopper_attention.experiments.bench.run import (
     ignore_progress,
     open_bench,
 )
-from hopper_attention.experiments.bench.timing import BALANCED, Effort, GpuLostError
+from hopper_attention.experiments.bench.timing import BALANCED, Effort, GpuLostError, describe_effort
 from hopper_attention.experiments.features.checks import Piece, check_result, compute_pieces, limits_of
 from hopper_attention.experiments.features.peers import FeaturePeer
 from hopper_attention.experiments.features.results import KIND, FeatureCell, FeatureReport
@@ -164,5 +164,5 @@ def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
         "order": BALANCED,
         "l2": f"launches rotate over input_sets sets of q, k, v, in all {L2_MULTIPLE} times the L2 or more",
         "power": "board power as the driver averages it over about a second; clock as sampled",
-        **asdict(effort),
+        **describe_effort(effort),
     }

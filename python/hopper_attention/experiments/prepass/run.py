@@ -39,6 +39,7 @@ from hopper_attention.experiments.bench.timing import (
     Launch,
     Stopwatch,
     Turn,
+    describe_effort,
     plan_rounds,
     plan_turn,
     play_rounds,
@@ -239,7 +240,7 @@ def describe_method(quantization: Fp8Quantization, effort: Effort) -> dict[str, 
         "order": BALANCED,
         "bytes": "quantize: 16-bit inputs read, e4m3 and scales written; copy: inputs read and written",
         "l2": "launches rotate over sets of q, k, v, in all 3 times the L2 or more",
-        **asdict(effort),
+        **describe_effort(effort),
     }
 
 

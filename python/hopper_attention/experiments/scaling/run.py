@@ -40,6 +40,7 @@ from hopper_attention.experiments.bench.timing import (
     Effort,
     GpuLostError,
     Interval,
+    describe_effort,
     plan_rounds,
     play_rounds,
 )
@@ -310,7 +311,7 @@ def describe_method(effort: Effort) -> dict[str, Any]:
         "order": BALANCED,
         "memory": "what a call adds to its inputs at its peak, its output included, by torch's allocator",
         "error": "of three heads against float64, from 8k keys on of evenly spaced rows",
-        **asdict(effort),
+        **describe_effort(effort),
     }
 
 

@@ -10,7 +10,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from hopper_attention.experiments.bench.timing import (
     GpuLostError,
     Launch,
     broken_context_is_lost,
+    describe_effort,
     order_of_round,
 )
 from hopper_attention.experiments.features.run import WorkloadLostError
@@ -380,5 +381,5 @@ def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
         "latent": "a row of the cache has V and behind it K, which ours and fa3 are given as views",
         "host": f"eager calls on {spec.SHORT.name}, median of {HOST_ROUNDS} rounds of {HOST_CALLS}",
         "power": "board power as the driver averages it over about a second; clock as sampled",
-        **asdict(effort),
+        **describe_effort(effort),
     }

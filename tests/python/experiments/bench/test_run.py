@@ -126,6 +126,19 @@ def test_rounds_fit_the_time_that_is_left(allowed_s: float, rounds: int) -> None
     assert bench_timing.plan_rounds(turns, allowed_s, effort) == rounds
 
 
+def intervals(*seconds: float) -> list[Interval]:
+    return [Interval(each, 0.0, each) for each in seconds]
+
+
+def test_a_median_is_vague_by_the_spread_and_number_of_its_rounds() -> None:
+    steady, spread = (intervals(*(1.0 + share * step for step in range(-5, 6))) for share in (1e-3, 1e-2))
+    assert not bench_timing.is_vague({"a": steady}) and bench_timing.is_vague({"a": steady, "b": spread})
+    # Quartiles at 1 +- 0.025 or 0.03: 0.93 * 0.05 / sqrt(11) is 1.4 %, and with 176 rounds it is 0.4 %.
+    assert bench_timing.is_vague({"b": 7 * spread}) and not bench_timing.is_vague({"b": 16 * spread})
+    # An outlier or two do not count.
+    assert not bench_timing.is_vague({"a": [*steady, *intervals(3.0, 5.0)]})
+
+
 def test_budget_leaves_out_what_is_paused() -> None:
     clock = iter([0.0, 10.0, 70.0, 80.0])  # start; pause from 10 to 70; asked at 80
     budget = Budget(100.0, now=lambda: next(clock))
@@ -506,6 +519,19 @@ def test_peers_also_run_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None
     assert ours.sustained.seconds == pytest.approx(2.0, rel=0.03) == fa3.sustained.seconds
     assert ours.sustained.tflops == pytest.approx(SMALL.flops / 1e-3 * 1e-12, rel=0.03)
     assert cell.best_sustained == "fa3" and cell.sustained("unable") == 0.0
+
+
+@pytest.mark.parametrize(("step", "patience", "rounds"), [(0.2, 3, 12), (0.2, 1, 4), (1e-4, 3, 4)])
+def test_vague_cells_have_more_rounds(
+    step: float, patience: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = {"ours": Calibration(1e-3, 1e-5), "fa3": Calibration(2e-3, 1e-5)}
+    monkeypatch.setattr(bench, "stopwatch_for", lambda device: FakeStopwatch(costs, step))
+    effort = Effort(measure_s=0.004, min_rounds=2, max_rounds=4, patience=patience)
+    report = bench.run_forward((SMALL,), (fake_peer("ours"), fake_peer("fa3")), SETTING, effort)
+    measured = report.cells[0].peers.values()
+    assert [peer.rounds for peer in measured if isinstance(peer, Measured)] == [rounds, rounds]
+    assert ("patience" in report.method) == (patience > 1)
 
 
 def test_few_rows_run_without_a_pause_and_of_these_two_peers(monkeypatch: pytest.MonkeyPatch) -> None:
