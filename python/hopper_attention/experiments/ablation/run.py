@@ -67,7 +67,7 @@ from hopper_attention.experiments.bench.run import (
 )
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.suites import FORWARD, SUITES
-from hopper_attention.experiments.bench.timing import Budget, Effort, Interval, Turn, beside
+from hopper_attention.experiments.bench.timing import Budget, Effort, Interval, Turn, beside, describe_effort
 
 PHASES = 9
 """Of a run, each told to ``progress``."""
@@ -213,7 +213,7 @@ def describe_method(ablation: Ablation) -> dict[str, object]:
         "clock and power": f"of the kernel alone, at the end of {ablation.soak_s:g} s of launches, which follow those "
         "of another row without a pause",
         "machine code": "of the compiled object that was timed",
-        "final": asdict(ablation.final),
+        "final": describe_effort(ablation.final),
     }
 
 
