@@ -75,7 +75,7 @@ class Combine(LoopInvariant):
         tile = work.parts(start, blocks)
         row_tiles = maximum(work.batch.row_tiles(seqlens), 1)
         head = divide(number, row_tiles)
-        first_of_tile = (number - head * row_tiles) * c.tile_m
+        first_of_tile = work.heads.row_tile(number - head * row_tiles) * c.tile_m
         rows = TileRows(seqlens, first_of_tile, work.heads.head(head), work.batch.group)
         first_cta, last_cta = tile.first_cta, tile.last_cta
         is_split = has_tile and tile.begin(first_cta + 1) < blocks

@@ -81,6 +81,10 @@ class HeadsTogether(LoopInvariant):
         """The K/V head that is number ``number`` of this CTA's."""
         return number * self.count + self.own
 
+    def row_tile(self, number: Any) -> Any:
+        """The tile of a K/V head that is number ``number`` of this CTA's."""
+        return number
+
     def cta(self, piece: Any) -> Any:
         """That which has a piece of this CTA's row."""
         return piece * self.count + self.own

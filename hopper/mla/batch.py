@@ -1,6 +1,7 @@
 """Sequences of a cache over a latent: a warp finds a tile among them in two steps, however many they are."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -40,7 +41,14 @@ class LaneTiles(LoopInvariant):
 @dataclass(frozen=True)
 class LatentBatch(CacheBatch):
     """``CacheBatch`` where each lane of a warp adds up the blocks of ``of_a_lane`` neighbouring sequences, whose
-    lengths are loaded independently of each other; the warp then looks through those of one lane."""
+    lengths are loaded independently of each other; the warp then looks through those of one lane. A K/V head has the
+    tiles of this CTA alone, where ``together`` of them are visited at the same time."""
+
+    together: Any = 1
+
+    def row_tiles(self, seqlens: SeqlenInfo) -> Any:
+        """Tiles of a K/V head that this CTA visits."""
+        return divide(CacheBatch.row_tiles(self, seqlens), self.together)
 
     @property
     def of_a_lane(self) -> Int32:

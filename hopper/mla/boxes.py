@@ -78,7 +78,7 @@ class QueryBoxes(LoopInvariant):
             if parts.begin(work.cta) < parts.begin(work.cta + 1):
                 row_tiles = work.batch.row_tiles(seqlens)
                 head = divide(tile, row_tiles)
-                first = (tile - head * row_tiles) * self.config.tile_m
+                first = work.heads.row_tile(tile - head * row_tiles) * self.config.tile_m
                 rows = TileRows(seqlens, first, work.heads.head(head), work.batch.group)
                 self._load(rows, tile_state(phase))
                 phase ^= 1

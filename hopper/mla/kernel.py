@@ -34,7 +34,7 @@ from hopper.mla.config import (
 from hopper.mla.producer import MlaProducer
 from hopper.mla.queries import Queries, chunks_of
 from hopper.mla.results import CtaRows, MlaResults
-from hopper.mla.schedule import mla_work
+from hopper.mla.schedule import TilesTogether, mla_work, tiles_together
 from hopper.mla.scores import MlaScores, PartScores
 from hopper.mla.softmax import LaggingSoftmax
 from hopper.mla.values import MlaValues
@@ -107,6 +107,11 @@ class MlaKernel:
             copies += self._row_copies(mQ, mQV, mO)
         given = lengths, table, leftpad, cu_seqlens_q, max_splits
         lists = CacheLists.of(c, mK, given, (window_left, window_right, attention_chunk))
+        of_head = mQ.shape[1] * (mQ.shape[2] // mK.shape[2])
+        together = Int32(1)
+        if const_expr(c.cluster > 1 and not is_packed):
+            together = tiles_together(cute.ceil_div(of_head, c.tile_m), num_pieces)
+        pieces = num_pieces // together
         outputs = Outputs(mO, mLSE, (sinks,) if const_expr(c.sinks) else (), (), parts)
         self.kernel(
             tuple(copy[0] for copy in copies),
@@ -118,20 +123,19 @@ class MlaKernel:
             scale_in_base_2(softmax_scale, caps),
             tuple(softmax_scale / cap for cap in caps),
         ).launch(
-            grid=(c.cluster * num_pieces, 1, 1),
+            grid=(c.cluster * together, pieces, 1),
             block=(c.threads, 1, 1),
             cluster=(c.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=True,
         )
-        ctas, rows = num_pieces, Int32(c.tile_m)
+        ctas, rows = pieces * together, Int32(c.tile_m)
         if const_expr(not is_packed):
-            of_head = mQ.shape[1] * (mQ.shape[2] // mK.shape[2])
-            ctas = cutlass.min(num_pieces, tiles_of(mQ.shape[0] * mK.shape[2], of_head, c.tile_m))
+            ctas = cutlass.min(ctas, tiles_of(mQ.shape[0] * mK.shape[2], of_head, c.tile_m))
             rows = cutlass.min(of_head, rows)
         row_ctas = cutlass.min(rows, cutlass.max(COMBINING_CTAS // ctas, 1))
-        self.combine(mQ, lists, outputs, num_pieces).launch(
+        self.combine(mQ, lists, outputs, pieces, together).launch(
             grid=(ctas, row_ctas, c.head_dim_v // COLUMNS_OF_A_CTA),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
@@ -188,11 +192,12 @@ class MlaKernel:
 
         # As in the decode kernel: what puts parts together reads lengths before it waits for this kernel.
         cute.arch.griddepcontrol_wait()
-        piece, rank = cute.arch.block_idx()[0], 0
+        (x, piece, _), (width, pieces, _) = cute.arch.block_idx(), cute.arch.grid_dim()
+        tiles, rank = TilesTogether(), 0
         if const_expr(c.cluster > 1):
-            piece = piece // c.cluster
+            tiles = TilesTogether(width // c.cluster, x // c.cluster)
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        work = mla_work(c, lists, queries[0], (piece, cute.arch.grid_dim()[0] // c.cluster), lane)
+        work = mla_work(c, lists, queries[0], (piece, pieces), tiles, lane)
         first_producer = CONSUMERS * WARPS_PER_WARPGROUP
         if warp >= first_producer:
             cute.arch.setmaxregister_decrease(REGISTERS.producer)
@@ -243,23 +248,30 @@ class MlaKernel:
             sync_cluster(c.cluster)
 
     @cute.kernel
-    def combine(self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32):
-        """As the kernel of this name in ``DecodeKernel``; a CTA has some columns of a row."""
+    def combine(
+        self, mQ: cute.Tensor, lists: CacheLists, outputs: Outputs, num_pieces: Int32, together: Int32
+    ):
+        """As the kernel of this name in ``DecodeKernel``; a CTA has some columns of a row. ``num_pieces`` are those of
+        each of ``together`` rows of blocks."""
         c = self.config
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         smem = cutlass.memory.SmemAllocator().allocate_tensor(
             Float32, cute.make_layout((COLUMNS + 3, LANES, WARPS)), 16
         )
         piece, row, columns = cute.arch.block_idx()
-        work = mla_work(c, lists, mQ, (piece, num_pieces), lane)
+        tiles = TilesTogether()
+        if const_expr(c.cluster > 1 and c.layout != VARLEN):
+            tiles = TilesTogether(together, piece % together)
+            piece = piece // together
+        work = mla_work(c, lists, mQ, (piece, num_pieces), tiles, lane)
         is_short = work.pieces.units <= SHORT_PIECE // c.tile_n * num_pieces
-        if is_short and num_pieces * c.cluster >= MOST_SMS:
+        if is_short and num_pieces * tiles.count * c.cluster >= MOST_SMS:
             cute.arch.griddepcontrol_launch_dependents()
         parts = PartialResults(c, outputs.parts, work.heads)
         by_tile = Boolean(False)
         if const_expr(c.layout != VARLEN):
             of_head = mQ.shape[1] * work.batch.group
-            by_tile = tiles_of(mQ.shape[0] * lists.kv_heads, of_head, c.tile_m) <= num_pieces
+            by_tile = tiles_of(mQ.shape[0] * lists.kv_heads, of_head, c.tile_m) <= num_pieces * tiles.count
         combine = MlaCombine(
             c, work, parts, outputs.o, outputs.lse, outputs.sinks, outputs.factors, smem, warp, lane
         )
@@ -371,7 +383,7 @@ class MlaKernel:
         seqlens = work.batch.seqlens(sequence)
         row_tiles = work.batch.row_tiles(seqlens)
         head = divide(tile, row_tiles)
-        first = (tile - head * row_tiles) * self.config.tile_m
+        first = work.heads.row_tile(tile - head * row_tiles) * self.config.tile_m
         return CtaRows(self.config, TileRows(seqlens, first, work.heads.head(head), work.batch.group), *place)
 
     def _make_pipelines(self, storage) -> WidePipelines:

@@ -24,6 +24,35 @@ PIECE_STEP = 16
 """Pieces are a multiple of it where all of them then are as long as each other, and at most 1 of 16 less."""
 
 
+MOST_TOGETHER = 8
+"""Neighbouring tiles of a K/V head: all that ``MOST_ROWS`` rows have."""
+
+
+def tiles_together(row_tiles: Any, pieces: Any) -> Any:
+    """The most tiles of a K/V head with ``row_tiles`` of them, up to MOST_TOGETHER, such that as many clusters visit
+    each of them at the same time, and no more than 1 of PIECE_STEP ``pieces`` is left over: a divisor of the tiles."""
+    most = 1
+    for count in range(2, MOST_TOGETHER + 1):
+        left = pieces % count
+        is_near = 1 - minimum(divide(left * PIECE_STEP, pieces + 1), 1)
+        divides = (1 - minimum(row_tiles % count, 1)) * is_near
+        most = maximum(most, count * divides)
+    return most
+
+
+@dataclass(frozen=True)
+class TilesTogether(HeadsTogether):
+    """``count`` neighbouring tiles of a K/V head, which as many neighbouring clusters visit at the same keys; ``own``
+    is the number of this cluster's among them. The keys of such tiles are the same: who reads them first brings them to
+    L2, for the others."""
+
+    def head(self, number: Any) -> Any:
+        return number
+
+    def row_tile(self, number: Any) -> Any:
+        return number * self.count + self.own
+
+
 @dataclass(frozen=True)
 class LeadingPieces(Pieces):
     """Of CTAs of which those behind ``ctas`` have none."""
@@ -48,13 +77,18 @@ def shares(units: Any, tiles: Any, most: Any, most_cost: int) -> tuple[Any, Any]
 
 
 def mla_work(
-    config: MlaConfig, lists: CacheLists, mQ: cute.Tensor, place: tuple[Int32, Int32], lane: Int32
+    config: MlaConfig,
+    lists: CacheLists,
+    mQ: cute.Tensor,
+    place: tuple[Int32, Int32],
+    tiles_of_head: TilesTogether,
+    lane: Int32,
 ) -> Work:
-    """The work of one CTA, or cluster; ``place`` are its piece and the most pieces."""
-    batch = lists.batch(config, mQ, LatentBatch)
+    """The work of one CTA, or cluster; ``place`` are its piece of a row and the most pieces of that."""
+    batch = replace(lists.batch(config, mQ, LatentBatch), together=tiles_of_head.count)
     scanned = batch.scan_all(lane)
     units, tiles = scanned.all_units, scanned.all_tiles
     ctas, tile_cost = shares(units, maximum(tiles, 1), place[1], TILE_COST[config.cluster])
     pieces = LeadingPieces(units + tile_cost * tiles, ctas)
     batch, counted = replace(batch, tile_cost=tile_cost), scanned.with_cost(tile_cost)
-    return Work(batch, pieces, lists.most_parts, place[0], HeadsTogether(), scanned=(counted,))
+    return Work(batch, pieces, lists.most_parts, place[0], tiles_of_head, scanned=(counted,))

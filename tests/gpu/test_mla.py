@@ -89,7 +89,10 @@ def run(step: Step, **given: Any) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("heads", "queries"), [(16, 1), (16, 4), (40, 1), (64, 1), (128, 1), (128, 3)])
+@pytest.mark.parametrize(
+    ("heads", "queries"),
+    [(16, 1), (16, 4), (40, 1), (64, 1), (128, 1), (128, 2), (128, 3), (128, 8), (96, 4), (40, 13)],
+)
 def test_heads_and_tokens_of_a_step(heads: int, queries: int, dtype: torch.dtype) -> None:
     step = Step.draw(RAGGED, heads, queries, dtype=dtype)
     step.check(*run(step))
@@ -117,6 +120,18 @@ def test_splits(heads: int) -> None:
 def test_more_and_fewer_sequences_than_multiprocessors(batch: int) -> None:
     step = Step.draw(tuple((37 * i) % 400 for i in range(1, batch + 1)), 16)
     step.check(*run(step))
+
+
+@pytest.mark.parametrize("queries", [2, 3, 4])
+@pytest.mark.parametrize("batch", [1, 5, 33, 70])
+def test_tiles_that_visit_the_same_keys_at_the_same_time(batch: int, queries: int) -> None:
+    """Whole tiles, tiles in parts, and more of them than clusters; lengths alike and not; the same bits every time."""
+    for lengths in ((1024,) * batch, tuple(1 + (997 * i) % 3000 for i in range(1, batch + 1))):
+        step = Step.draw(lengths, 128, queries)
+        out, lse = run(step)
+        step.check(out, lse)
+        again = run(step)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
 def test_packed_queries() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.decode.schedule import heads_together
 from hopper.mla.config import MlaConfig
+from hopper.mla.schedule import tiles_together
 from tests.hopper.hopper_machine import AT_ONCE, Program, TensorMap, Timing, parse
 from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, elements_of, row_map
 from tests.hopper.paged_on_numpy import Cache
@@ -176,8 +177,9 @@ class Step:
             arguments.tensor(scales, tuple(scales.shape), scales.stride())
         cluster_of_pieces = c.cluster if isinstance(c, DecodeConfig) else cluster
         together, pieces = self._together, launch.ctas // self._together
-        is_in_clusters = cluster_of_pieces > 1 or not isinstance(c, DecodeConfig)
-        grid = (cluster * launch.ctas, 1, 1) if is_in_clusters else (together, pieces, 1)
+        grid: tuple[int, ...] = (cluster * together, pieces, 1)
+        if isinstance(c, DecodeConfig) and c.cluster > 1:
+            grid = (cluster * launch.ctas, 1, 1)
         arguments.launch(kernel, grid, launch.timing, cluster_of_pieces)
 
         for combine in combines:
@@ -185,21 +187,28 @@ class Step:
             add_tensors(arguments, self.queries.q)
             self._add_lists_and_outputs(arguments, outputs, parts)
             arguments.add(pieces)
-            ctas = self._combining_ctas()
-            grid = (
-                (together, ctas // together, launch.row_ctas)
-                if isinstance(c, DecodeConfig)
-                else (ctas, launch.row_ctas, columns)
-            )
+            ctas = min(self._combining_ctas(), pieces * together)
+            grid = (together, ctas // together, launch.row_ctas)
+            if isinstance(c, MlaConfig):
+                arguments.add(together)
+                grid = (ctas, launch.row_ctas, columns)
             arguments.launch(combine, grid)
         return lse
 
     @property
     def _together(self) -> int:
-        """K/V heads that are visited at the same time."""
+        """K/V heads that are visited at the same time, or tiles of one."""
         c = self.config
-        is_apart = not isinstance(c, DecodeConfig) or c.cluster > 1
-        return 1 if is_apart else heads_together(self.cache.k.shape[2], self.launch.ctas)
+        if isinstance(c, MlaConfig):
+            is_apart = c.cluster == 1 or self.queries.packed is not None
+            return 1 if is_apart else tiles_together(self._row_tiles, self.launch.ctas)
+        return 1 if c.cluster > 1 else heads_together(self.cache.k.shape[2], self.launch.ctas)
+
+    @property
+    def _row_tiles(self) -> int:
+        """Tiles of a K/V head, where all sequences have as many queries."""
+        rows = self.queries.q.shape[1] * self.queries.heads // self.cache.k.shape[2]
+        return -(-rows // self.config.tile_m)
 
     def _add_lists_and_outputs(
         self, arguments: Arguments, outputs: tuple[Tensor, ...], parts: Tensor
@@ -214,7 +223,8 @@ class Step:
         if packed is not None:
             add_tensors(arguments, torch.tensor(packed.cu_seqlens, dtype=torch.int32))
         kv_heads = cache.k.shape[2]
-        arguments.add(cache.capacity, kv_heads, kv_heads // self._together)
+        of_row = kv_heads // self._together if isinstance(c, DecodeConfig) else kv_heads
+        arguments.add(cache.capacity, kv_heads, of_row)
         if c.limits_splits:
             arguments.add(self.launch.max_splits)
         arguments.add(*self.sides)
@@ -225,9 +235,8 @@ class Step:
         """One for each piece, or for each tile if these are fewer: as ``DecodeKernel`` launches them."""
         if self.queries.packed is not None:
             return self.launch.ctas
-        kv_heads, (batch, seqlen_q) = self.cache.k.shape[2], self.queries.q.shape[:2]
-        rows = seqlen_q * self.queries.heads // kv_heads
-        return min(self.launch.ctas, batch * kv_heads * -(-rows // self.config.tile_m))
+        kv_heads, batch = self.cache.k.shape[2], self.queries.q.shape[0]
+        return min(self.launch.ctas, batch * kv_heads * self._row_tiles)
 
 
 def in_order(cache: Cache) -> Cache:

@@ -22,6 +22,7 @@ from hopper.mla.config import (
     select_mla_config,
     validate_mla_config,
 )
+from hopper.mla.schedule import tiles_together
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive
 from tests.compile_pool import usage_of_each
@@ -296,9 +297,36 @@ def test_rows_in_small_boxes_by_tma() -> None:
 
 
 def test_more_tiles_than_one_by_tma() -> None:
-    """Three tokens of 48 heads, 144 rows: the second tile of each has 16."""
+    """Three tokens of 48 heads, 144 rows: the second tile of each has 16, and visits the keys with the first."""
     config = replace(BOXES, query_box=16)
     check(Case(config, (3, 3), (70, 64), 64, Launch(2, timing=LATE), (48, 1)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "clusters"),
+    [
+        # Two rows of blocks, a piece each: no tile is in parts.
+        ((130, 0, 64), 2),
+        # In two pieces each, and tiles in parts.
+        ((330, 60), 4),
+        # More pieces than tiles.
+        ((200,), 6),
+        # A cluster is left over.
+        ((200, 150), 17),
+    ],
+)
+def test_tiles_that_visit_the_same_keys_at_the_same_time(lengths: tuple[int, ...], clusters: int) -> None:
+    """Two tokens of 128 heads, under a causal mask: two tiles of each sequence."""
+    assert tiles_together(2, clusters) == 2
+    queries = (2,) * len(lengths)
+    check(Case(BOXES, queries, lengths, 64, Launch(clusters, timing=LATE), (128, 1)))
+
+
+def test_tiles_of_two_heads_that_visit_the_same_keys_at_the_same_time() -> None:
+    """Four tiles of each of two K/V heads, two of them at a time, of which the last has few rows."""
+    config = replace(BOXES, query_box=16)
+    assert tiles_together(4, 6) == 2
+    check(Case(config, (5, 5), (70, 130), 64, Launch(6, timing=LATE), (160, 2)))
 
 
 def test_everything_at_once() -> None:

@@ -8,7 +8,14 @@ from itertools import pairwise
 import pytest
 
 from hopper.decode.schedule import TileParts
-from hopper.mla.schedule import PIECE_STEP, LeadingPieces, shares
+from hopper.mla.schedule import (
+    MOST_TOGETHER,
+    PIECE_STEP,
+    LeadingPieces,
+    TilesTogether,
+    shares,
+    tiles_together,
+)
 
 CLUSTERS_OF_132 = 66
 
@@ -73,3 +80,34 @@ def test_no_cta_has_much_more_than_the_mean() -> None:
         tiles = [draw.randint(1, 256) for _ in range(128)]
         costs = [sum(parts) + TILE_COST * len(parts) for parts in parts_of(tiles, most)]
         assert max(costs) <= 1.02 * sum(costs) / most
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "pieces", "count"),
+    [(1, 66, 1), (2, 66, 2), (3, 66, 3), (4, 66, 4), (6, 66, 6), (8, 66, 8), (5, 66, 5), (7, 66, 7)]
+    + [
+        (2, 57, 2),
+        (4, 57, 4),
+        (8, 57, 8),
+        (9, 66, 3),
+        (16, 66, 8),
+        (2, 3, 1),
+        (2, 1, 1),
+        (3, 17, 1),
+        (2, 17, 2),
+    ],
+)
+def test_tiles_together(row_tiles: int, pieces: int, count: int) -> None:
+    """As many as divide the tiles, with no more than a sixteenth of the clusters left over."""
+    assert tiles_together(row_tiles, pieces) == count
+    assert row_tiles % count == 0 and count <= MOST_TOGETHER
+    assert pieces % count * PIECE_STEP <= pieces
+
+
+def test_clusters_side_by_side_have_all_tiles_of_a_head() -> None:
+    """Each once, with places of their own for partial results."""
+    row_tiles, pieces = 6, 4
+    rows = [TilesTogether(3, own) for own in range(3)]
+    assert sorted(row.row_tile(n) for row in rows for n in range(row_tiles // 3)) == list(range(row_tiles))
+    assert sorted(row.cta(piece) for row in rows for piece in range(pieces)) == list(range(3 * pieces))
+    assert [rows[1].head(n) for n in range(2)] == [0, 1]
