@@ -36,6 +36,7 @@ from hopper_attention.experiments.models.pages import (
     ways_of,
 )
 from hopper_attention.experiments.models.plot import plot_losses, title_of
+from hopper_attention.experiments.other_gpu import render_other_gpu
 from hopper_attention.experiments.prepass.run import QuantizeReport, load_quantize
 from hopper_attention.experiments.prepass.tables import render_quantize
 from hopper_attention.experiments.readme import render_speed, render_two_figures
@@ -56,6 +57,9 @@ from hopper_attention.experiments.timeline.spec import TimelineReport, load_time
 
 GPU = "nvidia_h200"
 """The machine whose reports the README shows."""
+
+OTHER_GPUS = {"nvidia_h100_80gb_hbm3": ("H100", "h100.md")}
+"""Others with reports of FP8 and of serving: by the end of their names, what they are called, and their page."""
 
 
 def read_reports(results: Path) -> list[ForwardReport]:
@@ -119,10 +123,16 @@ def read_features(results: Path) -> list[FeatureReport]:
     return [load_features(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
-def read_serving(results: Path) -> list[ServingReport]:
+def read_serving(results: Path, gpu: str = GPU) -> list[ServingReport]:
     """The report of attention on a key/value cache, if one has been committed."""
-    path = results / f"serving_{GPU}.json"
+    path = results / f"serving_{gpu}.json"
     return [load_serving(path.read_text(encoding="utf-8"))] if path.is_file() else []
+
+
+def read_fp8(results: Path, gpu: str) -> list[ForwardReport]:
+    """The FP8 report of a GPU, if one has been committed."""
+    path = results / f"fp8_{gpu}.json"
+    return [load_forward(path.read_text(encoding="utf-8"), "fp8")] if path.is_file() else []
 
 
 def read_others(results: Path, kind: str) -> list[dict[str, Any]]:
@@ -190,6 +200,10 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         pages[folder / "host_time.md"] = render_calls(calls)
     for timeline in read_timeline(results):
         pages[folder / "timeline.md"] = render_timeline(timeline)
+    for gpu, (name, page) in OTHER_GPUS.items():
+        reports, servings = read_fp8(results, gpu), read_serving(results, gpu)
+        if reports or servings:
+            pages[folder / page] = render_other_gpu(name, reports, servings)
     return {readme: text, **pages}
 
 

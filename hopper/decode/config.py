@@ -108,8 +108,7 @@ class DecodeConfig:
     @property
     def guesses(self) -> bool:
         """Whether a CTA guesses its first block before it may read: in clusters, and where it first has to find its
-        sequence, as was measured (``decode_evict_first.json``). With e4m3 it is slower by 0.3 %, with the smaller
-        blocks of one sequence by 1."""
+        sequence, as was measured (``decode_evict_first.json``). With e4m3 it is slower by 0.3 %."""
         of_any = (self.head_dim, self.head_dim_v, self.tile_m, self.tile_n) == (128, 128, 32, 128)
         is_dense = self.layout == DENSE and not self.limits_splits
         return not self.cache_dtype and (self.cluster > 1 or (of_any and is_dense))
@@ -255,8 +254,11 @@ def takes_clusters(config: DecodeConfig) -> bool:
     return c.layout == DENSE and not c.limits_splits and not c.is_widened and c.consumers == 1
 
 
-WIDE_STAGES = 2
-"""Stages of widened keys; a cache of e4m3 has what memory is left to it."""
+STAGES = 2
+"""Key blocks in 16 bits that are in shared memory at a time, whether they come so or are widened from e4m3. There is
+room for more, and with them every call that was timed on an H100 is slower, by up to a tenth (``decode_stages.json``):
+what 132 SMs ask for beyond what keeps memory busy stands in line before it, and a CTA's first block stands behind that.
+A cache of e4m3 has what memory is left to it."""
 
 TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
 """Keys of a block, by the larger of the two head_dims."""
@@ -368,12 +370,11 @@ def select_decode_config(
     if others.get("cluster", 1) > 1:
         # There is no other kernel to leave room to.
         room += COMBINE_BYTES - cluster_bytes(tile_m, dv, others["cluster"])
-    stages = room // (2 * columns)
+    stages = STAGES
     if tile_m in SWAPPED_TILE_M:
         of_stage = columns + (scale_bytes(tile_n) if others.get("row_scales") else 0)
         stages = (room - swapped_bytes(tile_m, d, tile_n)) // of_stage
     elif cache_dtype:
-        stages = WIDE_STAGES
         raw_stages = (room - 2 * stages * columns) // columns
     others["e4m3_queries"] = others.get("e4m3_queries", False) and tile_m in SWAPPED_TILE_M
     config = DecodeConfig(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from cute_kernels.problem import DENSE, MAX_SEQLEN, VARLEN
@@ -154,28 +153,7 @@ def lasting_config(call: CacheCall) -> DecodeConfig | None:
             return None
         if most_clusters(shape.device.index or 0, cluster) >= tiles:
             return select_decode(call, cluster)
-    if shape.batch > 1 or (config.boxes > 1 and shape.seqlen_k >= LONG_IN_BOXES):
-        return config
-    return next(for_one_sequence(config, shape.kv_heads), config)
-
-
-LONG_IN_BOXES = 65536
-"""Keys from which one sequence keeps its blocks where pages cut them into boxes: 0.4 to 1.4 % faster from there on, and
-1.6 % slower with 8192 (``decode_paged.json``)."""
-
-MOST_HEADS_OF_ONE = 16
-"""K/V heads for which ``for_one_sequence`` has another config."""
-
-
-def for_one_sequence(config: DecodeConfig, kv_heads: int) -> Iterator[DecodeConfig]:
-    """The config that serves in place of one without clusters where there is one sequence, if another one does: with
-    blocks of half as many keys, so that less is left to do when the last one has come. Measured at head_dim 128 in 16
-    bits with up to 32 rows, and 1 % slower for one K/V head and for 32 (``decode_starts.json``)."""
-    c = config
-    is_measured = (c.head_dim, c.head_dim_v, c.tile_m, c.cache_dtype) == (128, 128, 32, "")
-    if is_measured and 1 < kv_heads <= MOST_HEADS_OF_ONE and takes_clusters(c):
-        tile_n = c.tile_n // 2
-        yield replace(c, tile_n=tile_n, stages=2 * c.stages, box_rows=min(c.box_rows, tile_n))
+    return config
 
 
 def in_clusters(config: DecodeConfig, kv_heads: int) -> Iterator[DecodeConfig]:

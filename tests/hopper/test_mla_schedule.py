@@ -84,11 +84,9 @@ def test_no_cta_has_much_more_than_the_mean() -> None:
 
 @pytest.mark.parametrize(
     ("row_tiles", "pieces", "count"),
-    [(1, 66, 1), (2, 66, 2), (3, 66, 3), (4, 66, 4), (6, 66, 6), (8, 66, 8), (5, 66, 5), (7, 66, 7)]
-    + [
-        (2, 57, 2),
-        (4, 57, 4),
-        (8, 57, 8),
+    [
+        *((n, 66, n) for n in range(1, 9)),
+        *((n, 57, n) for n in (2, 4, 8)),
         (9, 66, 3),
         (16, 66, 8),
         (2, 3, 1),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.problem import MAX_SEQLEN
-from hopper.decode.config import PAIRED_TILE_M, DecodeConfig, takes_clusters, validate_decode_config
+from hopper.decode.config import PAIRED_TILE_M, DecodeConfig, takes_clusters
 from hopper.decode.schedule import Pieces, heads_together
 from hopper_attention import decode_rules, driver, explain_kvcache
 from hopper_attention.backends import Target
@@ -86,9 +86,6 @@ def test_clusters_are_for_short_caches_of_one_sequence(
     on_a_gpu = replace(call, shape=replace(call.shape, device=torch.device("cuda", 0)))
     was_asked = len(capturing)
     alone = select_decode(call, cluster)
-    if cluster == 1 and heads[1] <= 16 and not others:
-        alone = replace(alone, tile_n=64, box_rows=64, stages=2 * alone.stages)
-        validate_decode_config(alone)
     assert serving_config(on_a_gpu) == alone
     # In a graph the driver, which may not be asked there, is not.
     assert len(capturing) == was_asked or serving_config(on_a_gpu) == select_decode(call)
@@ -146,48 +143,6 @@ def test_configs_in_clusters_are_those_of_calls(case: CacheCase, given: dict[str
     assert list(in_clusters(plain, 8)) == expected
     assert list(in_clusters(plain, 9)) == expected[:1]
     assert bool(expected) != (case.queries[0] == 33 or "num_splits" in given)
-
-
-@pytest.mark.parametrize(
-    ("heads", "queries", "changes", "given", "tile_n"),
-    [
-        ((32, 8), 1, {}, {}, 64),
-        ((32, 8), 8, {}, {"window_size": (4, 1), "softcap": 2.0}, 64),
-        ((32, 8), 9, {}, {}, 128),
-        ((8, 1), 1, {}, {}, 128),
-        ((17, 17), 1, {}, {}, 128),
-        ((32, 8), 1, {"head_dims": (64, 64)}, {}, 128),
-        ((32, 8), 1, {"lengths": (9, 9)}, {}, 128),
-        ((32, 8), 1, {}, {"cache_dtype": FP8}, 128),
-        ((32, 8), 1, {"page_size": 16}, {}, 64),
-        ((8, 2), 1, {"page_size": 16, "capacity": 65520}, {}, 64),
-        ((8, 2), 1, {"page_size": 16, "capacity": 65536}, {}, 128),
-        ((8, 2), 1, {"page_size": 64, "capacity": 65536}, {}, 128),
-        ((8, 2), 1, {"page_size": 256, "capacity": 65536}, {}, 64),
-        ((8, 2), 1, {"capacity": 65536}, {}, 64),
-    ],
-    ids=str,
-)
-def test_one_sequence_has_blocks_of_half_as_many_keys(
-    heads: tuple[int, int],
-    queries: int,
-    changes: dict[str, Any],
-    given: dict[str, Any],
-    tile_n: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(decode_rules, "most_clusters", lambda index, size: 0)
-    monkeypatch.setattr(decode_rules, "is_capturing", lambda device: False)
-    case = CacheCase(lengths=(9,), queries=(queries,), heads=heads, head_dims=(128, 128), capacity=9600)
-    case = replace(case, **changes)
-    case = replace(case, queries=len(case.lengths) * (queries,))
-    call = call_of(case, **given)
-    config = serving_config(replace(call, shape=replace(call.shape, device=torch.device("cuda", 0))))
-    validate_decode_config(config)
-    plain = select_decode(call)
-    assert config.tile_n == tile_n and config.smem_bytes == plain.smem_bytes
-    assert config.box_rows == min(plain.box_rows, tile_n)
-    assert serving_config(call) == plain
 
 
 class Driver:

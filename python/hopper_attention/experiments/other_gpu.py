@@ -1,0 +1,100 @@
+"""Reports of another GPU than that of the other pages, on one page: our figures beside those of the best peer there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hopper_attention.experiments.bench.render import (
+    render_grid,
+    render_peers_table,
+    render_sustained,
+    summary,
+)
+from hopper_attention.experiments.bench.results import OURS, ForwardReport, geometric_mean
+from hopper_attention.experiments.bench.targets import throughput_targets
+from hopper_attention.experiments.bench.words import problems_of, wording_of
+from hopper_attention.experiments.reports import (
+    NOTHING,
+    RENDERED,
+    Target,
+    lines_text,
+    markdown_table,
+    measured_on,
+    method_text,
+    number,
+    page,
+    section,
+    targets_text,
+)
+from hopper_attention.experiments.serving.results import ServingCell, ServingReport, serving_targets
+from hopper_attention.experiments.serving.tables import (
+    WORKLOAD_HEADINGS,
+    describe,
+    rate_of,
+    serving_problems,
+)
+
+SERVING_HEADINGS = (*WORKLOAD_HEADINGS, "ours, us", "best peer", "us", "ratio", "rate")
+
+
+def render_other_gpu(gpu: str, forwards: Sequence[ForwardReport], servings: Sequence[ServingReport]) -> str:
+    """docs/results/<gpu>.md. Of targets it has those that compare with a peer or with ourselves: microseconds that are
+    promised of one GPU say nothing of another."""
+    parts = [
+        f"# On an {gpu}",
+        RENDERED,
+        f"The other pages are of an H200; what is here was measured on an {gpu}.",
+    ]
+    for report in forwards:
+        parts += _of_forward(report)
+    for serving in servings:
+        parts += _of_serving(serving)
+    return page(parts)
+
+
+def _of_forward(report: ForwardReport) -> list[str]:
+    return [
+        f"## {wording_of(report).title}",
+        measured_on(report.date, report.commit, report.machine),
+        render_grid(report),
+        summary(report),
+        targets_text(throughput_targets(report)),
+        render_peers_table(report, report.cells),
+        render_sustained(report),
+        lines_text(problems_of(report)),
+    ]
+
+
+def _of_serving(report: ServingReport) -> list[str]:
+    head = report.head
+    rated = [cell.ratio for cell in report.cells if not math.isnan(cell.ratio)]
+    mean = (
+        f"Geometric mean of the ratios: **{geometric_mean(rated):.3f}** of {len(rated)} workloads."
+        if rated
+        else ""
+    )
+    legend = (
+        "Microseconds a call, in interleaved rounds of one run. `ratio`: how many times as fast as the best peer ours "
+        "is. `rate`, of ours: keys and values read, of a prefill useful operations."
+    )
+    return [
+        "## Attention on a key/value cache",
+        measured_on(head["date"], head["commit"], head["machine"]),
+        f"{legend} {mean}",
+        markdown_table(SERVING_HEADINGS, [_row_of(cell) for cell in report.cells]),
+        targets_text([target for target in serving_targets(report) if _is_relative(target)]),
+        section("What did not run", lines_text(serving_problems(report))),
+        section("Method", method_text(head["method"])),
+    ]
+
+
+def _row_of(cell: ServingCell) -> list[str]:
+    best = cell.best_peer or NOTHING
+    times = number(cell.us(OURS), 1), best, number(cell.us(best), 1) if cell.best_peer else NOTHING
+    return [*describe(cell.workload), *times, number(cell.ratio, 3), rate_of(cell, OURS)]
+
+
+def _is_relative(target: Target) -> bool:
+    """Whether a promise is none of plain microseconds."""
+    return not target.required.endswith(" us")
