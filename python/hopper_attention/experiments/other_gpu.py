@@ -85,7 +85,9 @@ def _of_serving(report: ServingReport) -> list[str]:
         markdown_table(SERVING_HEADINGS, [_row_of(cell) for cell in report.cells]),
         targets_text([target for target in serving_targets(report) if _is_relative(target)]),
         section("What did not run", lines_text(serving_problems(report))),
-        section("Method", method_text(head["method"])),
+        section(
+            "Method", method_text({name: text for name, text in head["method"].items() if name != "limit"})
+        ),
     ]
 
 
