@@ -256,9 +256,9 @@ def takes_clusters(config: DecodeConfig) -> bool:
 
 STAGES = 2
 """Key blocks in 16 bits that are in shared memory at a time, whether they come so or are widened from e4m3. There is
-room for more, and with them 35 of 36 timings on an H100 are slower, by up to 12 % (``decode_stages.json``): what 132 SMs
-ask for beyond what keeps memory busy stands in line before it, and a CTA's first block stands behind that. A cache of
-e4m3 has what memory is left to it."""
+room for more, and with them 35 of 36 timings on an H100 are slower, by up to 12 % (``decode_stages.json``): what 132
+SMs ask for beyond what keeps memory busy stands in line before it, and a CTA's first block stands behind that. A cache
+of e4m3 has what memory is left to it."""
 
 TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
 """Keys of a block, by the larger of the two head_dims."""
