@@ -100,7 +100,8 @@ class RawKeys(LoopInvariant):
 class Work(LoopInvariant):
     """What there is to do, and the part of this CTA. No tile has more than ``max_splits`` parts, unless it is None.
 
-    ``batch`` has the tiles of this CTA's row, whose K/V heads ``heads`` names, and ``cta`` is the number of its piece.
+    ``batch`` has the tiles of this CTA's row, and ``heads`` says of which K/V heads, or which of a head they are.
+    ``cta`` is the number of its piece.
     ``own`` is empty, or has the sequence and number of the tile of a cluster: its blocks alone are the row that is cut
     then, for the CTAs of the cluster, and ``cta`` is the number of this one among them. ``scanned`` is empty then, or
     has what the lanes know of the first sequences.
