@@ -39,8 +39,8 @@ SERVING_HEADINGS = (*WORKLOAD_HEADINGS, "ours, us", "best peer", "us", "ratio", 
 
 
 def render_other_gpu(gpu: str, forwards: Sequence[ForwardReport], servings: Sequence[ServingReport]) -> str:
-    """docs/results/<gpu>.md. Of targets it has those that compare with a peer or with ourselves: microseconds that are
-    promised of one GPU say nothing of another."""
+    """docs/results/<gpu>.md. Of targets it has those that compare with a peer or with ourselves, and not that of the
+    host's time, which is another host's."""
     parts = [
         f"# On an {gpu}",
         RENDERED,
@@ -83,7 +83,7 @@ def _of_serving(report: ServingReport) -> list[str]:
         measured_on(head["date"], head["commit"], head["machine"]),
         f"{legend} {mean}",
         markdown_table(SERVING_HEADINGS, [_row_of(cell) for cell in report.cells]),
-        targets_text([target for target in serving_targets(report) if _is_relative(target)]),
+        targets_text([target for target in serving_targets(report) if _is_of_gpu(target)]),
         section("What did not run", lines_text(serving_problems(report))),
         section(
             "Method", method_text({name: text for name, text in head["method"].items() if name != "limit"})
@@ -97,6 +97,6 @@ def _row_of(cell: ServingCell) -> list[str]:
     return [*describe(cell.workload), *times, number(cell.ratio, 3), rate_of(cell, OURS)]
 
 
-def _is_relative(target: Target) -> bool:
-    """Whether a promise is none of plain microseconds."""
-    return not target.required.endswith(" us")
+def _is_of_gpu(target: Target) -> bool:
+    """Whether a promise is one of device time or of errors."""
+    return not target.what.startswith("host time")

@@ -28,6 +28,7 @@ def test_a_page_has_ratios_and_no_promise_of_another_gpu(gpu: str) -> None:
     promises = re.findall(r"^\| (\S.*?) \| ([<>]= .*?) \|", text, re.MULTILINE)
     assert any(required == ">= 1.00" for _, required in promises)
     assert not any(re.fullmatch(r"<= [\d.]+ us", required) for _, required in promises)
+    assert not any(what.startswith("host time") for what, _ in promises)
 
 
 def test_a_page_without_reports_has_no_tables() -> None:

@@ -31,7 +31,7 @@ from hopper_attention.experiments.features.checks import Piece, check_result, co
 from hopper_attention.experiments.features.peers import FeaturePeer
 from hopper_attention.experiments.features.results import KIND, FeatureCell, FeatureReport
 from hopper_attention.experiments.features.spec import FAMILIES, Family, Workload
-from hopper_attention.experiments.workloads.spec import COPY_BYTES, PEAK_FLOPS
+from hopper_attention.experiments.workloads.spec import limit_method
 
 
 class WorkloadLostError(RuntimeError):
@@ -132,7 +132,8 @@ def run_features(
     drawn = FAMILIES[family]
     infos = inspect_peers(peers, setting)
     present = [peer for peer in peers if not infos[peer.name].unavailable]
-    head = describe_run(KIND, infos, setting, commit) | {"method": describe_method(drawn, effort)}
+    head = describe_run(KIND, infos, setting, commit)
+    head["method"] = describe_method(drawn, effort, head["machine"]["gpu"])
     report = FeatureReport(head, ())
     save(report)
     with open_bench(setting, effort, find_gauge(setting.device), head["machine"].get("l2_bytes", 0)) as bench:
@@ -148,15 +149,13 @@ def run_features(
     return report
 
 
-def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
+def describe_method(family: Family, effort: Effort, gpu: str) -> dict[str, Any]:
     """How the figures came about, for the report."""
     return {
         "inputs": family.words,
         "flops": "4*h*d for each query and key that it sees, 10*h*d backward",
         "fp8": "e4m3 is made of q, k and v outside of the timing, but for ours_e2e, whose calls take 16 bits",
-        "limit": f"the larger of FLOP over {PEAK_FLOPS * 1e-12:.0f} TFLOP/s, in FP8 twice that, and bytes over "
-        f"{COPY_BYTES * 1e-12:.2f} "
-        "TB/s; bytes are those of q, k, v and out, backward also of the gradients of all four",
+        "limit": f"{limit_method(gpu)}; bytes are those of q, k, v and out, backward also of the gradients of all four",
         "checked": "whole heads of a short, a middle and the longest sequence against float64, before the timing; with "
         "dropout ours alone, whose mask is known",
         "backward": "the forward runs before the timing; a launch is torch.autograd.grad of its output",

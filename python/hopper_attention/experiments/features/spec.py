@@ -9,7 +9,7 @@ from typing import Literal
 
 from hopper_attention.experiments.bench.spec import LONG_DTYPES
 from hopper_attention.experiments.reports import short_length
-from hopper_attention.experiments.workloads.spec import bytes_of, limit_us_of
+from hopper_attention.experiments.workloads.spec import H200, bytes_of, limit_us_of
 
 Direction = Literal["forward", "backward"]
 PASSES: tuple[Direction, ...] = ("forward", "backward")
@@ -157,9 +157,9 @@ class Workload:
         forward = self.input_bytes + self.tokens * self.heads * self.value_dim * bytes_of(self.dtype)
         return 2 * forward if self.is_backward else forward
 
-    @property
-    def limit_us(self) -> float:
-        return limit_us_of(self.flops, self.moved_bytes, self.is_fp8)
+    def limit_us(self, gpu: str = H200) -> float:
+        """Below which a GPU cannot go."""
+        return limit_us_of(self.flops, self.moved_bytes, self.is_fp8, gpu)
 
     @property
     def batch_name(self) -> str:

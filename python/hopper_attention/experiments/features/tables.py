@@ -35,10 +35,10 @@ def describe(workload: Workload) -> list[str]:
     ]
 
 
-def own_figures(cell: FeatureCell) -> list[str]:
+def own_figures(cell: FeatureCell, gpu: str) -> list[str]:
     """Of ours, under OWN_HEADINGS."""
-    limit = number(cell.workload.limit_us, 1)
-    return [number(cell.ratio, 3), number(cell.tflops(OURS)), limit, share_text(cell)]
+    limit = number(cell.workload.limit_us(gpu), 1)
+    return [number(cell.ratio, 3), number(cell.tflops(OURS)), limit, share_text(cell, gpu)]
 
 
 LAYOUT = Layout(WORKLOAD_HEADINGS, describe, OWN_HEADINGS, own_figures, TOPICS)

@@ -12,6 +12,7 @@ from hopper_attention.experiments.reports import Target, dump_rows, load_figures
 from hopper_attention.experiments.serving import spec
 from hopper_attention.experiments.serving.spec import ServingWorkload
 from hopper_attention.experiments.workloads.results import WorkloadCell, WorkloadReport, target_of_failures
+from hopper_attention.experiments.workloads.spec import H200
 
 KIND = "serving"
 OURS_PLAIN = "ours_plain"
@@ -34,7 +35,7 @@ class Promise:
 
     Attributes:
         least_of_best: ours over the best peer, as speeds.
-        most_us: microseconds, of 16-bit and of FP8 queries.
+        most_us: microseconds, of 16-bit and of FP8 queries, on an H200.
         least_of_plain: over our call without pages, as speeds.
         most_over_plain_us: microseconds more than our call without new keys.
     """
@@ -65,8 +66,10 @@ PROMISES: dict[ServingWorkload, Promise] = {
 }
 
 
-def promise_of(workload: ServingWorkload) -> Promise:
-    return PROMISES.get(workload, NOTHING_PROMISED)
+def promise_of(workload: ServingWorkload, gpu: str = H200) -> Promise:
+    """What holds on the GPU of a name: ratios on any, microseconds on an H200."""
+    promise = PROMISES.get(workload, NOTHING_PROMISED)
+    return promise if H200 in gpu else replace(promise, most_us=math.inf)
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class ServingReport(WorkloadReport[ServingCell]):
 
 def serving_targets(report: ServingReport) -> list[Target]:
     """What is promised of these workloads, as far as this report can answer."""
-    targets = [target for cell in report.cells for target in cell_targets(cell)]
+    targets = [target for cell in report.cells for target in cell_targets(cell, report.gpu)]
     targets += error_targets(report.cells)
     ours = report.host.get(OURS)
     if isinstance(ours, HostTime):
@@ -141,9 +144,9 @@ def error_targets(cells: Sequence[ServingCell]) -> list[Target]:
     return targets
 
 
-def cell_targets(cell: ServingCell) -> list[Target]:
+def cell_targets(cell: ServingCell, gpu: str) -> list[Target]:
     """Of one workload: those whose figures are there."""
-    promise, name, targets = promise_of(cell.workload), cell.workload.name, []
+    promise, name, targets = promise_of(cell.workload, gpu), cell.workload.name, []
     if promise.least_of_best and not math.isnan(cell.ratio):
         required, measured = f">= {promise.least_of_best:.2f}", f"{cell.ratio:.3f} of {cell.best_peer}"
         targets.append(Target(name, required, measured, cell.ratio >= promise.least_of_best))
@@ -168,9 +171,9 @@ def cell_targets(cell: ServingCell) -> list[Target]:
 # JSON
 
 
-def cell_record(cell: ServingCell) -> dict[str, Any]:
+def cell_record(cell: ServingCell, gpu: str) -> dict[str, Any]:
     w = cell.workload
-    derived = {"name": w.name, "flops": w.flops, "kv_bytes": w.kv_bytes, "limit_us": w.limit_us}
+    derived = {"name": w.name, "flops": w.flops, "kv_bytes": w.kv_bytes, "limit_us": w.limit_us(gpu)}
     counts = {"input_sets": cell.input_sets, "calls": cell.calls}
     gauges = {**counts, "clock_mhz": cell.clock_mhz, "power_w": cell.power_w}
     workload = {**asdict(w), "lengths": list(w.lengths)}
@@ -187,7 +190,9 @@ def read_cell(record: dict[str, Any]) -> ServingCell:
 def dump_serving(report: ServingReport) -> str:
     """JSON text of a report, one line a cell, with the lengths of its sequences."""
     host = {name: {"ok": isinstance(entry, HostTime), **asdict(entry)} for name, entry in report.host.items()}
-    return dump_rows({**report.head, "host": host}, "cells", [cell_record(cell) for cell in report.cells])
+    return dump_rows(
+        {**report.head, "host": host}, "cells", [cell_record(cell, report.gpu) for cell in report.cells]
+    )
 
 
 def load_serving(text: str) -> ServingReport:

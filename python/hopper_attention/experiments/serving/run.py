@@ -59,7 +59,7 @@ from hopper_attention.experiments.serving.results import (
     with_cell,
 )
 from hopper_attention.experiments.serving.spec import ServingWorkload
-from hopper_attention.experiments.workloads.spec import COPY_BYTES, PEAK_FLOPS
+from hopper_attention.experiments.workloads.spec import limit_method
 
 KV_BYTES = 400_000_000
 """All sets of a launch have more keys and values than this, eight times the L2 cache of an H200."""
@@ -322,7 +322,8 @@ def run_serving(
     drawn = FAMILIES[family]
     infos = inspect_peers(peers, setting)
     present = [peer for peer in peers if not infos[peer.name].unavailable]
-    head = describe_run(KIND, infos, setting, commit) | {"method": describe_method(drawn, effort)}
+    head = describe_run(KIND, infos, setting, commit)
+    head["method"] = describe_method(drawn, effort, head["machine"]["gpu"])
     report = ServingReport(head, (), {})
     save(report)
     with open_bench(setting, effort, find_gauge(setting.device), head["machine"].get("l2_bytes", 0)) as bench:
@@ -357,7 +358,7 @@ def free_memory(setting: Setting) -> None:
         torch.cuda.empty_cache()
 
 
-def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
+def describe_method(family: Family, effort: Effort, gpu: str) -> dict[str, Any]:
     """How the figures came about, for the report."""
     return {
         "inputs": family.words,
@@ -368,8 +369,7 @@ def describe_method(family: Family, effort: Effort) -> dict[str, Any]:
         "lengths": "cache_seqlens is a tensor; of ours_known an int, so that the host knows the lengths",
         "pages": "in random order; caches without pages are (batch, keys, heads, d), for cudnn and fa2 (batch, heads, "
         "keys, d)",
-        "limit": f"the larger of FLOP over {PEAK_FLOPS * 1e-12:.0f} TFLOP/s, in FP8 twice that, and bytes over "
-        f"{COPY_BYTES * 1e-12:.2f} TB/s; bytes are those of K, V, q and out",
+        "limit": f"{limit_method(gpu)}; bytes are those of K, V, q and out",
         "checked": "heads of the shortest, a middle and the longest sequence against float64, before the timing; new "
         "rows are NaN before a call that has to write them",
         "timing": "median over interleaved rounds of device time a call; prefill and decode alike as replays of a CUDA "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hopper_attention.experiments.bench.spec import LONG_DTYPES
 from hopper_attention.experiments.features.spec import skewed_lengths
 from hopper_attention.experiments.reports import short_length
-from hopper_attention.experiments.workloads.spec import bytes_of, limit_us_of
+from hopper_attention.experiments.workloads.spec import H200, bytes_of, limit_us_of
 
 MOST_DECODE_QUERIES = 16
 """Of a sequence. A workload with more is a prefill: its rate is counted in TFLOP/s, not in bytes of the cache."""
@@ -140,9 +140,9 @@ class ServingWorkload:
     def _rows_of_queries(self) -> int:
         return self.batch * self.queries * self.heads
 
-    @property
-    def limit_us(self) -> float:
-        return limit_us_of(self.flops, self.moved_bytes, self.is_fp8)
+    def limit_us(self, gpu: str = H200) -> float:
+        """Below which a GPU cannot go."""
+        return limit_us_of(self.flops, self.moved_bytes, self.is_fp8, gpu)
 
     @property
     def kind(self) -> str:

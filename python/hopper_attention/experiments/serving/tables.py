@@ -49,9 +49,9 @@ def rate_of(cell: ServingCell, peer: str) -> str:
     return NOTHING if math.isnan(rate) else f"{rate:.0f} {unit}"
 
 
-def target_of(workload: ServingWorkload) -> str:
+def target_of(workload: ServingWorkload, gpu: str) -> str:
     """What is promised: a ratio, microseconds, or either against our plain call."""
-    promise = promise_of(workload)
+    promise = promise_of(workload, gpu)
     if promise.least_of_best:
         return f"ratio {promise.least_of_best:.2f}"
     if promise.least_of_plain:
@@ -61,10 +61,10 @@ def target_of(workload: ServingWorkload) -> str:
     return f"{promise.most_us:g} us" if math.isfinite(promise.most_us) else NOTHING
 
 
-def own_figures(cell: ServingCell) -> list[str]:
+def own_figures(cell: ServingCell, gpu: str) -> list[str]:
     """Of ours, under OWN_HEADINGS."""
-    limit, target = number(cell.workload.limit_us, 1), target_of(cell.workload)
-    return [number(cell.ratio, 3), rate_of(cell, OURS), limit, share_text(cell), target]
+    limit, target = number(cell.workload.limit_us(gpu), 1), target_of(cell.workload, gpu)
+    return [number(cell.ratio, 3), rate_of(cell, OURS), limit, share_text(cell, gpu), target]
 
 
 LAYOUT = Layout(WORKLOAD_HEADINGS, describe, OWN_HEADINGS, own_figures, TOPICS)

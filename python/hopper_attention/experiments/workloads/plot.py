@@ -62,7 +62,7 @@ class Picture(Generic[WorkloadT]):
             handles: dict[str, Artist] = {}
             for (axes,), (name, cells) in zip(rows, panels.items(), strict=True):
                 present = peers_of(cells)
-                self._draw_panel(axes, cells, [peer for peer in self.order if peer in present])
+                self._draw_panel(axes, cells, [peer for peer in self.order if peer in present], report.gpu)
                 axes.set_title(name, loc="left", size=10.5, color=INK)
                 drawn, labels = axes.get_legend_handles_labels()
                 handles |= dict(zip(labels, drawn, strict=True))
@@ -76,15 +76,15 @@ class Picture(Generic[WorkloadT]):
         layout = ConstrainedLayoutEngine(rect=(0.01, 0.01, 0.98, 1 - 0.95 / height), hspace=0.06)
         figure = Figure(figsize=(self.width, height), layout=layout)
         figure.text(0.018, 1 - 0.2 / height, self.title, size=14, weight="bold", va="top")
-        note = f"{report.head['machine']['gpu']} · percent of what its peak rates allow, higher is better"
+        note = f"{report.gpu} · percent of what its peak rates allow, higher is better"
         figure.text(0.018, 1 - 0.5 / height, note, size=9.5, color=MUTED, va="top")
         return figure
 
-    def _draw_panel(self, axes: Axes, cells: list[CellT], peers: list[str]) -> None:
+    def _draw_panel(self, axes: Axes, cells: list[CellT], peers: list[str], gpu: str) -> None:
         """Bars of every peer on every workload, each with its time in microseconds above it."""
         bar = GROUP_WIDTH / max(len(peers), 1)
         for position, peer in enumerate(peers):
-            shares = [100 * cell.workload.limit_us / cell.us(peer) for cell in cells]
+            shares = [100 * cell.workload.limit_us(gpu) / cell.us(peer) for cell in cells]
             heights = [0.0 if math.isnan(share) else share for share in shares]
             at = [group + (position + 0.5) * bar - GROUP_WIDTH / 2 for group in range(len(cells))]
             axes.bar(at, heights, width=bar * 0.94, color=self.colours[peer], label=peer, zorder=2)

@@ -45,10 +45,9 @@ class WorkloadCell(Generic[WorkloadT]):
         """How many times as fast as the best peer ours is; NaN where either has no figure."""
         return self.over(self.best_peer)
 
-    @property
-    def share_of_limit(self) -> float:
-        """Of the speed that the GPU's peak rates allow, what ours reaches; NaN without a figure."""
-        return self.workload.limit_us / self.us(OURS)
+    def share_of_limit(self, gpu: str) -> float:
+        """Of the speed that a GPU's peak rates allow, what ours reaches; NaN without a figure."""
+        return self.workload.limit_us(gpu) / self.us(OURS)
 
 
 CellT = TypeVar("CellT", bound=WorkloadCell[Any])
@@ -60,6 +59,11 @@ class WorkloadReport(Generic[CellT]):
 
     head: dict[str, Any]
     cells: tuple[CellT, ...]
+
+    @property
+    def gpu(self) -> str:
+        """The name of the GPU."""
+        return str(self.head["machine"]["gpu"])
 
     @property
     def peers(self) -> dict[str, PeerInfo]:

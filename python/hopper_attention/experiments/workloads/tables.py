@@ -30,9 +30,9 @@ def time_of(cell: CellT, peer: str) -> str:
     return number(cell.us(peer), 1)
 
 
-def share_text(cell: CellT) -> str:
+def share_text(cell: CellT, gpu: str) -> str:
     """What ours reaches of the limit, in percent."""
-    share = cell.share_of_limit
+    share = cell.share_of_limit(gpu)
     return NOTHING if math.isnan(share) else f"{100 * share:.0f} %"
 
 
@@ -56,14 +56,14 @@ class Layout(Generic[WorkloadT, CellT]):
 
     Attributes:
         headings: of what ``describe`` says of a workload.
-        own_headings: of what ``own_figures`` says of ours.
+        own_headings: of what ``own_figures`` says of ours on the GPU of a name.
         topics: the parts of a report, by title: which workloads each has.
     """
 
     headings: tuple[str, ...]
     describe: Callable[[WorkloadT], list[str]]
     own_headings: tuple[str, ...]
-    own_figures: Callable[[CellT], list[str]]
+    own_figures: Callable[[CellT, str], list[str]]
     topics: Mapping[str, Callable[[WorkloadT], bool]]
 
     def cells_by_topic(self, report: WorkloadReport[CellT]) -> dict[str, list[CellT]]:
@@ -74,19 +74,22 @@ class Layout(Generic[WorkloadT, CellT]):
         }
         return {topic: cells for topic, cells in found.items() if cells}
 
-    def row_of(self, cell: CellT, peers: Sequence[str]) -> list[str]:
+    def row_of(self, cell: CellT, peers: Sequence[str], gpu: str) -> list[str]:
         times = (time_of(cell, peer) for peer in peers)
-        return [*self.describe(cell.workload), *times, *self.own_figures(cell)]
+        return [*self.describe(cell.workload), *times, *self.own_figures(cell, gpu)]
 
     def table(self, title: str, report: WorkloadReport[CellT], peers: Sequence[str]) -> FittedTable:
         """For the terminal: a block of rows for each topic."""
         head, gauges = report.head, spare(*figures("MHz", "W"))
         columns = (*names(*self.headings), *figures(*peers, *self.own_headings), *gauges)
         rows = [
-            [[*self.row_of(cell, peers), number(cell.clock_mhz), number(cell.power_w)] for cell in cells]
+            [
+                [*self.row_of(cell, peers, report.gpu), number(cell.clock_mhz), number(cell.power_w)]
+                for cell in cells
+            ]
             for cells in self.cells_by_topic(report).values()
         ]
-        return FittedTable(f"{title} · {head['machine']['gpu']} · {head['commit'][:12]}", columns, rows)
+        return FittedTable(f"{title} · {report.gpu} · {head['commit'][:12]}", columns, rows)
 
     def sections(
         self, report: WorkloadReport[CellT], peers_of: Callable[[list[CellT]], list[str]]
@@ -97,6 +100,8 @@ class Layout(Generic[WorkloadT, CellT]):
             peers = peers_of(cells)
             headings = [*self.headings, *(f"{peer}, us" for peer in peers), *self.own_headings]
             parts.append(
-                section(topic, markdown_table(headings, [self.row_of(cell, peers) for cell in cells]))
+                section(
+                    topic, markdown_table(headings, [self.row_of(cell, peers, report.gpu) for cell in cells])
+                )
             )
         return parts

@@ -84,7 +84,10 @@ def test_who_is_wrong_or_refuses_has_no_place(monkeypatch: pytest.MonkeyPatch) -
 def test_every_report_that_times_in_turns_says_the_order() -> None:
     effort = Effort()
     methods = [bench.describe_method(suite, effort) for suite in SUITES.values()]
-    methods += [features.describe_method(FAMILIES["normal"], effort), scaling.describe_method(effort)]
-    methods += [serving.describe_method(FAMILIES["normal"], effort)]
+    methods += [
+        features.describe_method(FAMILIES["normal"], effort, "NVIDIA H200"),
+        scaling.describe_method(effort),
+    ]
+    methods += [serving.describe_method(FAMILIES["normal"], effort, "NVIDIA H200")]
     methods += [prepass.describe_method(DEFAULT_QUANTIZATION, effort)]
     assert {method["order"] for method in methods} == {BALANCED}

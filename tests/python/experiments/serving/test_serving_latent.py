@@ -91,7 +91,7 @@ def test_who_is_meant_for_a_latent() -> None:
 
 def test_a_cell_comes_back_from_json() -> None:
     cell = ServingCell(SMALL, 2, None, None, {}, 4)
-    assert read_cell(cell_record(cell)) == cell
+    assert read_cell(cell_record(cell, "NVIDIA H200")) == cell
 
 
 # FlashMLA
