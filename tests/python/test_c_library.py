@@ -420,7 +420,7 @@ def test_a_struct_of_an_older_program_has_the_defaults_for_what_came_after(libra
     step = DecodeParams(**HEADS | fields, window_left=0)
     assert library.kernel_of(step).endswith("_window")
     step.struct_size = DecodeParams.window_left.offset
-    assert library.kernel_of(step) == "hopper_decode_fp16_d64_full_m32n128s6b128"
+    assert library.kernel_of(step) == "hopper_decode_fp16_d64_full_m32n128s2b128"
 
 
 BAD_APPENDS = [
