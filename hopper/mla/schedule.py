@@ -25,7 +25,7 @@ PIECE_STEP = 16
 
 
 MOST_TOGETHER = 8
-"""Neighbouring tiles of a K/V head: all that ``MOST_ROWS`` rows have."""
+"""Neighbouring tiles of a K/V head: all that 1024 rows have, the most that this kernel is given."""
 
 
 def tiles_together(row_tiles: Any, pieces: Any) -> Any:
