@@ -177,7 +177,7 @@ class MlaKernel:
         scale_log2: Float32,
         cap_factors: tuple,
     ):
-        """A cluster for each piece of the row of blocks. ``atoms`` are of K and V, and of Q, QV and O where TMA copies
+        """A cluster for each piece of each row of blocks. ``atoms`` are of K and V, and of Q, QV and O where TMA copies
         these, ``views`` the tensors as TMA sees them."""
         c = self.config
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()

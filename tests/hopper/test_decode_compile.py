@@ -83,7 +83,7 @@ COMPILED = [
     config_of("float16", (128, 64), 64, 8, rows=1000),
     config_of("bfloat16", (64, 64), 8, 8, rows=65, layout="varlen", **EVERYTHING),
 ]
-"""Of head_dim 256 most others spill, 4 to 136 bytes of those that were looked at."""
+"""Of head_dim 256 packed queries and windows spill, 4 to 136 bytes of those that were looked at."""
 
 SIDE_BY_SIDE = config_of("bfloat16", (64, 64), 64, 8, rows=4, cache_dtype=E4M3)
 """One of the smaller kernels."""
