@@ -21,6 +21,11 @@ L2_BYTES_FOR_KV = 32 * 2**20
 """K and V of the heads that a causal grid works on together stay below this, unless one head alone does not (the L2
 of an H100 is 50 MB)."""
 
+SHORT_SECTIONS = ((2048, 16 * 2**20), (1024, 2 * 2**20))
+"""The same for up to so many keys. Q and O pass through L2 beside K and V, and half of it serves the SMs next to it.
+Small sections besides have long tiles and short ones at any time, whose begins and ends, when memory is busy, do not
+come together; with more keys their long tiles would be for the end (``forward_sections.json``)."""
+
 SHORT_PART = 4
 """Of a head's query tiles under a causal mask, one in so many is short enough for the end of a grid."""
 
@@ -30,8 +35,12 @@ CLAIMED_TILES, FINISHED_CTAS = 0, 1
 
 def heads_in_l2(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
     """Key/value heads, at least one, whose K and V stay in L2 together; ``kv_heads`` are those of all batches."""
+    return _heads_of(L2_BYTES_FOR_KV // bytes_per_key // seqlen_k, kv_heads)
+
+
+def _heads_of(most: Any, kv_heads: Any) -> Any:
     # No more than there are, before anything is multiplied: tile numbers are 32 bits wide.
-    return minimum(maximum(L2_BYTES_FOR_KV // bytes_per_key // seqlen_k, 1), kv_heads)
+    return minimum(maximum(most, 1), kv_heads)
 
 
 def heads_per_section(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
@@ -39,10 +48,15 @@ def heads_per_section(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
 
     A last section of few heads would begin with the longest tiles when everything else is done, and has too few of
     them for all CTAs: of 16 heads, three at a time would leave one for it. So there are fewer in each where that leaves
-    no fewer for the last one. An eighth more than ``heads_in_l2`` is let through, so that a few keys more than a round
-    number do not split all sections anew.
+    no fewer for the last one. An eighth more than the limit is let through, so that a few keys more than a round number
+    do not split all sections anew.
     """
-    sections = ceil_div(kv_heads, heads_in_l2(bytes_per_key * 8 // 9, seqlen_k, kv_heads))
+    bytes_per_key = bytes_per_key * 8 // 9
+    most = L2_BYTES_FOR_KV // bytes_per_key
+    for keys, size in SHORT_SECTIONS:
+        is_short = minimum(maximum(keys + 1 - seqlen_k, 0), 1)
+        most += (size // bytes_per_key - most) * is_short
+    sections = ceil_div(kv_heads, _heads_of(most // seqlen_k, kv_heads))
     most, least = ceil_div(kv_heads, sections), kv_heads // sections
     of_most, of_least = (kv_heads - (ceil_div(kv_heads, n) - 1) * n for n in (most, least))
     # They are the same number, or next to each other.

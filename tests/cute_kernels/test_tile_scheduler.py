@@ -72,6 +72,14 @@ def test_a_head_too_large_for_the_l2_is_a_section_of_its_own():
         (768, 16384, 16, 2),
         (512, 20000, 16, 2),
         (512, 14000, 32, 4),
+        (512, 512, 512, 8),
+        (512, 1024, 256, 4),
+        (512, 1025, 256, 32),
+        (512, 2048, 128, 16),
+        (512, 2049, 128, 32),
+        (256, 512, 1024, 18),
+        (1024, 512, 256, 4),
+        (1024, 1000, 256, 2),
     ],
 )
 def test_sections_are_about_as_large_as_each_other(bytes_per_key, seqlen_k, kv_heads, expected):
