@@ -26,6 +26,10 @@ SHORT_SECTIONS = ((2048, 16 * 2**20), (1024, 2 * 2**20))
 Small sections besides have long tiles and short ones at any time, whose begins and ends, when memory is busy, do not
 come together; with more keys their long tiles would be for the end (``forward_sections.json``)."""
 
+LARGE_GRID = 1920 * 128
+"""Keys of all heads from which on sections are so small, as they were timed: of fewer tiles, those with which the last
+section begins would be a large part."""
+
 SHORT_PART = 4
 """Of a head's query tiles under a causal mask, one in so many is short enough for the end of a grid."""
 
@@ -51,11 +55,12 @@ def heads_per_section(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
     no fewer for the last one. An eighth more than the limit is let through, so that a few keys more than a round number
     do not split all sections anew.
     """
+    is_large = minimum(maximum(kv_heads + 1 - ceil_div(LARGE_GRID, seqlen_k), 0), 1)
     bytes_per_key = bytes_per_key * 8 // 9
     most = L2_BYTES_FOR_KV // bytes_per_key
     for keys, size in SHORT_SECTIONS:
         is_short = minimum(maximum(keys + 1 - seqlen_k, 0), 1)
-        most += (size // bytes_per_key - most) * is_short
+        most += (size // bytes_per_key - most) * is_short * is_large
     sections = ceil_div(kv_heads, _heads_of(most // seqlen_k, kv_heads))
     most, least = ceil_div(kv_heads, sections), kv_heads // sections
     of_most, of_least = (kv_heads - (ceil_div(kv_heads, n) - 1) * n for n in (most, least))
