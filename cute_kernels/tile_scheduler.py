@@ -26,9 +26,9 @@ SHORT_SECTIONS = ((2048, 16 * 2**20), (1024, 2 * 2**20))
 Small sections besides have long tiles and short ones at any time, whose begins and ends, when memory is busy, do not
 come together; with more keys their long tiles would be for the end (``forward_sections.json``)."""
 
-LARGE_GRID = 1920 * 128
-"""Keys of all heads from which on sections are so small, as they were timed: of fewer tiles, those with which the last
-section begins would be a large part."""
+LARGE_GRID_BYTES = 120 * 2**20
+"""K and V of all heads from which on sections are so small, as they were timed in 16 bits: of fewer tiles, those with
+which the last section begins would be a large part."""
 
 SHORT_PART = 4
 """Of a head's query tiles under a causal mask, one in so many is short enough for the end of a grid."""
@@ -55,7 +55,8 @@ def heads_per_section(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
     no fewer for the last one. An eighth more than the limit is let through, so that a few keys more than a round number
     do not split all sections anew.
     """
-    is_large = minimum(maximum(kv_heads + 1 - ceil_div(LARGE_GRID, seqlen_k), 0), 1)
+    least = ceil_div(LARGE_GRID_BYTES // bytes_per_key, seqlen_k)
+    is_large = minimum(maximum(kv_heads + 1 - least, 0), 1)
     bytes_per_key = bytes_per_key * 8 // 9
     most = L2_BYTES_FOR_KV // bytes_per_key
     for keys, size in SHORT_SECTIONS:
