@@ -1,10 +1,10 @@
 """Order in which a persistent grid works through the output tiles, and how its CTAs share them out.
 
 Tiles are numbered so that neighbours share K and V in L2. Without a causal mask all tiles cost the same and run
-m_block fastest. With one, tiles of the most keys come first (longest processing time first), in sections of so many
-heads that their K and V stay in L2 together; the shortest tiles of all heads may come behind all sections. A CTA starts
-with the tile of its own number and then claims the next free one from a counter in global memory, so that a slow CTA
-simply gets fewer tiles.
+m_block fastest. With one, tiles of the most keys come first (longest processing time first), in sections of a few
+heads, the last of which has more: its short tiles fill up what the CTAs leave at the end. The shortest tiles of all
+heads may come behind all sections. A CTA starts with the tile of its own number and then claims the next free one from
+a counter in global memory, so that a slow CTA simply gets fewer tiles.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,19 @@ from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineSta
 from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 
-L2_BYTES_FOR_KV = 32 * 2**20
-"""K and V of the heads that a causal grid works on together stay below this, unless one head alone does not (the L2
-of an H100 is 50 MB)."""
+SECTION_BYTES = 2**20
+"""Of K and V of the heads that a causal grid works on together, but for one head at least, in all sections but the
+last. So the tiles of a head follow each other and find its keys in L2, and at any time there are long tiles and short
+ones, whose begins and ends, when memory is busy, do not come together (``forward_sections.json``)."""
 
-SHORT_SECTIONS = ((2048, 16 * 2**20), (1024, 2 * 2**20))
-"""The same for up to so many keys. Q and O pass through L2 beside K and V, and half of it serves the SMs next to it.
-Small sections besides have long tiles and short ones at any time, whose begins and ends, when memory is busy, do not
-come together; with more keys their long tiles would be for the end (``forward_sections.json``)."""
+TILES_OF_LAST = 2
+"""That the last section has for each CTA, or more: then its short tiles fill up what the long ones leave."""
 
-LARGE_GRID_BYTES = 120 * 2**20
-"""K and V of all heads from which on sections are so small, as they were timed in 16 bits: of fewer tiles, those with
-which the last section begins would be a large part."""
+WORKERS = 132
+"""CTAs that share out the tiles of a grid which has one for each of them: about as many as there are SMs."""
+
+SHORT_BYTES = 32 * 2**20
+"""Of the keys of all heads that the short tiles at the end of a grid see."""
 
 SHORT_PART = 4
 """Of a head's query tiles under a causal mask, one in so many is short enough for the end of a grid."""
@@ -37,36 +38,31 @@ MAILBOX_STAGES = 2
 CLAIMED_TILES, FINISHED_CTAS = 0, 1
 
 
-def heads_in_l2(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
-    """Key/value heads, at least one, whose K and V stay in L2 together; ``kv_heads`` are those of all batches."""
-    return _heads_of(L2_BYTES_FOR_KV // bytes_per_key // seqlen_k, kv_heads)
+class Sections(NamedTuple):
+    """Heads that a causal grid works on together: ``heads`` in each of ``count`` sections, and behind these, in the
+    last one, all that are left."""
+
+    heads: Any
+    count: Any
+
+    @staticmethod
+    def even(heads: Any, num_heads: Any) -> "Sections":
+        """All of so many of ``num_heads``, but for the last, which may have fewer."""
+        return Sections(heads, ceil_div(num_heads, heads) - 1)
+
+    @staticmethod
+    def of_keys(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any, group: Any, last: Any) -> "Sections":
+        """Those of a causal grid. ``kv_heads`` are the key/value heads of all batches, each of ``group`` heads, and
+        ``last`` those of the last section at least."""
+        # No more than there are, before anything is multiplied: tile numbers are 32 bits wide.
+        each = minimum(maximum(SECTION_BYTES // bytes_per_key // seqlen_k, 1), kv_heads)
+        return Sections(each * group, (kv_heads - last) // each)
 
 
-def _heads_of(most: Any, kv_heads: Any) -> Any:
-    # No more than there are, before anything is multiplied: tile numbers are 32 bits wide.
-    return minimum(maximum(most, 1), kv_heads)
-
-
-def heads_per_section(bytes_per_key: Any, seqlen_k: Any, kv_heads: Any) -> Any:
-    """Key/value heads of a section of a causal grid: sections are about as large as each other.
-
-    A last section of few heads would begin with the longest tiles when everything else is done, and has too few of
-    them for all CTAs: of 16 heads, three at a time would leave one for it. So there are fewer in each where that leaves
-    no fewer for the last one. An eighth more than the limit is let through, so that a few keys more than a round number
-    do not split all sections anew.
-    """
-    least = ceil_div(LARGE_GRID_BYTES // bytes_per_key, seqlen_k)
-    is_large = minimum(maximum(kv_heads + 1 - least, 0), 1)
-    bytes_per_key = bytes_per_key * 8 // 9
-    most = L2_BYTES_FOR_KV // bytes_per_key
-    for keys, size in SHORT_SECTIONS:
-        is_short = minimum(maximum(keys + 1 - seqlen_k, 0), 1)
-        most += (size // bytes_per_key - most) * is_short * is_large
-    sections = ceil_div(kv_heads, _heads_of(most // seqlen_k, kv_heads))
-    most, least = ceil_div(kv_heads, sections), kv_heads // sections
-    of_most, of_least = (kv_heads - (ceil_div(kv_heads, n) - 1) * n for n in (most, least))
-    # They are the same number, or next to each other.
-    return most - (most - least) * minimum(maximum(of_least - of_most + 1, 0), 1)
+def heads_of_last(num_m_blocks: Any, kv_heads: Any, group: Any, workers: Any) -> Any:
+    """Key/value heads of the last section of a causal grid: those with ``TILES_OF_LAST`` for each of so many CTAs, if
+    there are as many. Each has ``group`` heads of so many query tiles."""
+    return minimum(ceil_div(TILES_OF_LAST * workers, num_m_blocks * group), kv_heads)
 
 
 def heads_in_turn(most: Any, kv_heads: Any) -> Any:
@@ -86,7 +82,7 @@ def short_m_blocks(
     None of a head that has fewer than ``least`` tiles.
     """
     seqlen_q, seqlen_k = seqlens
-    keys = L2_BYTES_FOR_KV // bytes_per_key // kv_heads
+    keys = SHORT_BYTES // bytes_per_key // kv_heads
     queries = maximum(keys - (seqlen_k - seqlen_q), 0)
     m_blocks = ceil_div(seqlen_q, tile_m)
     are_many = minimum(maximum(m_blocks - least + 1, 0), 1)
@@ -127,7 +123,7 @@ class TileOrder:
     num_m_blocks: Any
     num_heads: Any
     num_batches: Any
-    heads_per_section: Any
+    sections: Sections
     longest_first: bool
     divisors: tuple[TileDivisors, ...] = ()
     short_tiles: tuple[ShortTiles, ...] = ()
@@ -149,10 +145,10 @@ class TileOrder:
 
     def numbers_to_divide_by(self, group: Any) -> TileDivisors:
         """As plain numbers; ``group`` heads share K and V."""
-        heads = self.num_heads * self.num_batches
-        last = heads - (ceil_div(heads, self.heads_per_section) - 1) * self.heads_per_section
-        tiles = self._section_m_blocks * (self.heads_per_section if self.longest_first else 1)
-        return TileDivisors(tiles, self.heads_per_section, last, self.num_heads, group)
+        each, count = self.sections
+        last = self.num_heads * self.num_batches - count * each
+        tiles = self._section_m_blocks * (each if self.longest_first else 1)
+        return TileDivisors(tiles, each, last, self.num_heads, group)
 
     def make_divisors(self, group: Any) -> TileDivisors:
         """The same so that division is cheap; made on the host."""
@@ -167,26 +163,31 @@ class TileOrder:
             head_batch = tile // self.num_m_blocks
             m_block = tile % self.num_m_blocks
         else:
-            section_tiles = self.heads_per_section * self.num_m_blocks
-            first_head = tile // section_tiles * self.heads_per_section
-            heads = minimum(self.heads_per_section, self.num_heads * self.num_batches - first_head)
-            m_block = self.num_m_blocks - 1 - tile % section_tiles // heads
-            head_batch = first_head + tile % section_tiles % heads
+            each = self.sections.heads
+            section, rest, is_last = self._section_of(tile, tile // (each * self.num_m_blocks))
+            heads = each + (self.num_heads * self.num_batches - (section + 1) * each) * is_last
+            step = rest // heads
+            m_block, head_batch = self.num_m_blocks - 1 - step, section * each + rest - step * heads
         return m_block, head_batch % self.num_heads, head_batch // self.num_heads
+
+    def _section_of(self, tile: Any, place: Any) -> tuple[Any, Any, Any]:
+        """The section of a tile, its number there, and 1 for the last section, else 0. ``place`` is its number over the
+        tiles of any other."""
+        each, count = self.sections
+        section = minimum(place, count)
+        return section, tile - section * each * self._section_m_blocks, 1 - minimum(count - section, 1)
 
     def _coordinates_by(self, divisors: TileDivisors, tile: Any) -> tuple[Any, Any, Any]:
         """``coordinates``. A tile is divided by the heads of a section and by those of the last one."""
         place, rest = divide_with_rest(tile, divisors.tiles)
         m_block, head_batch = rest, place
         if self.longest_first:
-            first_head = place * self.heads_per_section
-            missing = first_head + self.heads_per_section - self.num_heads * self.num_batches
-            is_last = minimum(maximum(missing, 0), 1)
+            section, rest, is_last = self._section_of(tile, place)
             of_any, of_last = (
                 divide_with_rest(rest, by) for by in (divisors.section_heads, divisors.last_heads)
             )
             step, head = (x + (last - x) * is_last for x, last in zip(of_any, of_last, strict=True))
-            m_block, head_batch = self.num_m_blocks - 1 - step, first_head + head
+            m_block, head_batch = self.num_m_blocks - 1 - step, section * self.sections.heads + head
         m_block, head_batch = self._unless_short(tile, m_block, head_batch)
         batch, head = divide_with_rest(head_batch, divisors.heads)
         return m_block, head, batch

@@ -15,11 +15,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.integers import ceil_div, maximum
+from cute_kernels.integers import ceil_div
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD
 from cute_kernels.seqlen import SeqlenInfo
-from cute_kernels.tile_scheduler import TileOrder, heads_in_l2
+from cute_kernels.tile_scheduler import WORKERS, Sections, TileOrder, heads_of_last
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PackedTileOrder(LoopInvariant):
     """``TileOrder`` of packed sequences: one after the other, and the tiles of each as if it were alone.
 
     ``sequences`` counts the last one, of rows that belong to none. ``num_heads`` share out the tiles of a sequence,
-    ``group`` of them the same keys, of ``bytes_per_key``; ``tile`` rows are a tile, of Q or with ``of_keys`` of K.
+    ``group`` of them the same keys; ``tile`` rows are a tile, of Q or with ``of_keys`` of K.
     """
 
     plan: cute.Tensor
@@ -52,7 +52,6 @@ class PackedTileOrder(LoopInvariant):
     num_tiles: Int32
     num_heads: Int32
     group: Int32
-    bytes_per_key: int
     tile: int
     longest_first: bool
     of_keys: bool = False
@@ -79,9 +78,9 @@ class PackedTileOrder(LoopInvariant):
         batch, before = entry[0], entry[1]
         seqlens = PackedSeqlens(self.plan).of(batch)
         rows = seqlens.seqlen_k if self.of_keys else seqlens.seqlen_q
-        kv_heads = heads_in_l2(self.bytes_per_key, maximum(seqlens.seqlen_k, 1), self.num_heads // self.group)
-        order = TileOrder(
-            ceil_div(rows, self.tile), self.num_heads, 1, kv_heads * self.group, self.longest_first
-        )
+        num_blocks, kv_heads = ceil_div(rows, self.tile), self.num_heads // self.group
+        # One head a section, so that nothing is divided to count them.
+        sections = Sections(self.group, kv_heads - heads_of_last(num_blocks, kv_heads, self.group, WORKERS))
+        order = TileOrder(num_blocks, self.num_heads, 1, sections, self.longest_first)
         block, head, _ = order.coordinates(tile - before * self.num_heads)
         return block, head, batch

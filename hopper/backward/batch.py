@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import DENSE
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import (
+    Sections,
     TailedTileOrder,
     TileOrder,
     TileScheduler,
@@ -79,10 +79,10 @@ class DenseBatch(LoopInvariant):
         tiles = num_n_blocks, mK.shape[2], mK.shape[3]
         if self.config.shortens:
             tiles = *tiles, *self.tail(mQ, mK, (window.left,) if window.has_left else ())
-        if self.config.has_sections:
-            tiles = *tiles, self.heads_of_section(mQ, mK, num_ctas)
         if self.config.has_late_heads:
-            tiles = *tiles, self.late_heads(mQ, mK)
+            tiles = *tiles, self.heads_of_section(mQ, mK, num_ctas), self.late_heads(mQ, mK)
+        elif self.config.has_sections:
+            tiles = *tiles, self.even_sections(mQ, mK, num_ctas)
         totals = num_n_blocks * mK.shape[2] * mK.shape[3], cute.ceil_div(mQ.shape[0], self.config.tile_m)
         return tiles, totals
 
@@ -90,6 +90,10 @@ class DenseBatch(LoopInvariant):
         """Key/value heads of one, of the views of Q and K, where so many key tiles are under way at a time."""
         most = workers * self.config.rows_apart // mQ.shape[0] // (mQ.shape[2] // mK.shape[2])
         return heads_in_turn(most, mK.shape[2] * mK.shape[3])
+
+    def even_sections(self, mQ: cute.Tensor, mK: cute.Tensor, workers: Int32 | int) -> Sections:
+        """Of ``TileOrder``, with so many heads in each."""
+        return Sections.even(self.heads_of_section(mQ, mK, workers), mK.shape[2] * mK.shape[3])
 
     def tail(self, mQ: cute.Tensor, mK: cute.Tensor, left: tuple = ()) -> tuple:
         """What a ``TailedTileOrder`` has of heads and of full blocks at the end, of the views of Q and K. ``left`` has
@@ -132,7 +136,11 @@ class DenseBatch(LoopInvariant):
         elif self.config.has_sections:
             order = TileOrder(*tiles, longest_first=True)
         else:
-            order = TailedTileOrder(*tiles) if shortens else TileOrder(*tiles, Int32(1), longest_first=False)
+            order = (
+                TailedTileOrder(*tiles)
+                if shortens
+                else TileOrder(*tiles, Sections(1, 0), longest_first=False)
+            )
         seqlens = DenseSeqlens(*lengths)
         return BackwardWork(self.config, window, scheduler, order, *totals, seqlens, heads_per_kv_head)
 
@@ -173,14 +181,12 @@ class PackedBatch(DenseBatch):
     ) -> BackwardWork:
         (plan, sequences), ((kv_heads,), (m_end,)) = lengths, sizes
         c, num_tiles = self.config, PackedTileOrder.count(plan, kv_heads)
-        bytes_per_key = (c.head_dim + c.head_dim_v) * (DSL_DTYPES[c.dtype].width // 8)
         order = PackedTileOrder(
             plan,
             sequences,
             num_tiles,
             kv_heads,
             Int32(1),
-            bytes_per_key,
             c.tile_n,
             longest_first=False,
             of_keys=True,

@@ -38,11 +38,11 @@ class DensePairBatch(DenseBatch):
         return ()
 
     def sections(self, mQ: cute.Tensor, mK: cute.Tensor) -> tuple:
-        """Where there are some: what a ``TileOrder`` takes, key tiles, key/value heads, batches and heads of one."""
+        """Where there are some: what a ``TileOrder`` takes, key tiles, key/value heads, batches and ``Sections``."""
         if not self.config.has_sections:
             return ()
         tiles = cute.ceil_div(mK.shape[0], self.config.tile_n)
-        return tiles, mK.shape[2], mK.shape[3], self.heads_of_section(mQ, mK, PAIRS_UNDER_WAY)
+        return tiles, mK.shape[2], mK.shape[3], self.even_sections(mQ, mK, PAIRS_UNDER_WAY)
 
     def grid(self, mK: cute.Tensor, plan: tuple, sections: tuple) -> tuple:
         """For the view of K; with sections of one dimension."""
@@ -80,7 +80,7 @@ class PackedPairBatch(PackedBatch):
         """(key tile, batch) of an entry of the plan."""
         c = self.config
         order = PackedTileOrder(
-            plan, sequences, entry + 1, Int32(1), Int32(1), 1, c.tile_n, longest_first=False, of_keys=True
+            plan, sequences, entry + 1, Int32(1), Int32(1), c.tile_n, longest_first=False, of_keys=True
         )
         n_block, _, batch = order.coordinates(entry)
         return n_block, batch

@@ -11,10 +11,11 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.seqlen import CutSeqlens, DenseSeqlens, LedSeqlens, lead_of_few_keys, lead_of_queries
 from cute_kernels.tile_scheduler import (
+    Sections,
     ShortTiles,
     TileDivisors,
     TileOrder,
-    heads_per_section,
+    heads_of_last,
     short_m_blocks,
 )
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
@@ -47,11 +48,12 @@ class DenseBatch(LoopInvariant):
             return *seqlens, lead_of_few_keys(seqlens, c.tile_m, WARPGROUP_ROWS, c.few_keys)
         return (*seqlens, lead_of_queries(seqlens, c.tile_m)) if c.counts_from_end else seqlens
 
-    def heads_per_section(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
+    def sections(self, mQ: cute.Tensor, mK: cute.Tensor, num_ctas: Int32) -> Sections:
         """Of ``TileOrder``, for the views of Q and K."""
-        num_heads, num_heads_kv = mQ.shape[2], mK.shape[2]
-        kv_heads = heads_per_section(self._bytes_per_key, mK.shape[0], num_heads_kv * mQ.shape[3])
-        return kv_heads * (num_heads // num_heads_kv)
+        m_blocks, kv_heads = cute.ceil_div(mQ.shape[0], self.config.tile_m), mK.shape[2] * mQ.shape[3]
+        group = mQ.shape[2] // mK.shape[2]
+        last = heads_of_last(m_blocks, kv_heads, group, num_ctas)
+        return Sections.of_keys(self._bytes_per_key, mK.shape[0], kv_heads, group, last)
 
     def num_ctas(self, mQ: cute.Tensor, num_ctas: Int32) -> Int32:
         """No more than there are tiles."""
@@ -60,7 +62,7 @@ class DenseBatch(LoopInvariant):
         )
 
     def divisors(
-        self, mQ: cute.Tensor, mK: cute.Tensor, heads_per_section: Int32
+        self, mQ: cute.Tensor, mK: cute.Tensor, sections: Sections
     ) -> tuple[TileDivisors | ShortTiles, ...]:
         """Of ``order``, for the views of Q and K, and its ``ShortTiles`` if it has them; none where scales of e4m3
         leave no registers for them."""
@@ -69,31 +71,31 @@ class DenseBatch(LoopInvariant):
         sizes = mQ.shape[0], mQ.shape[2], mQ.shape[3]
         group = mQ.shape[2] // mK.shape[2]
         if not self.config.ends_with_short_tiles:
-            return (self._order(*sizes, heads_per_section).make_divisors(group),)
+            return (self._order(*sizes, sections).make_divisors(group),)
         seqlens, kv_heads = (mQ.shape[0], mK.shape[0]), mK.shape[2] * mK.shape[3]
         c = self.config
         m_blocks = short_m_blocks(self._bytes_per_key, seqlens, kv_heads, c.tile_m, c.least_m_blocks)
         short = ShortTiles(m_blocks, cute.FastDivmodDivisorV2(Int32(mQ.shape[2] * mQ.shape[3])))
-        return self._order(*sizes, heads_per_section, (), (short,)).make_divisors(group), short
+        return self._order(*sizes, sections, (), (short,)).make_divisors(group), short
 
     def order(
         self,
         lengths: tuple,
         mLSE: cute.Tensor,
         heads_per_kv_head: Int32,
-        heads_per_section: Int32,
+        sections: Sections,
         divisors: tuple = (),
     ) -> TileOrder:
         """For the views of the kernel."""
         num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
-        return self._order(lengths[0], num_heads, num_batches, heads_per_section, divisors[:1], divisors[1:])
+        return self._order(lengths[0], num_heads, num_batches, sections, divisors[:1], divisors[1:])
 
     def _order(
         self,
         seqlen_q: Int32,
         num_heads: Int32,
         num_batches: Int32,
-        heads_per_section: Int32,
+        sections: Sections,
         divisors: tuple[TileDivisors, ...] = (),
         short_tiles: tuple[ShortTiles, ...] = (),
     ) -> TileOrder:
@@ -101,7 +103,7 @@ class DenseBatch(LoopInvariant):
             cute.ceil_div(seqlen_q, self.config.tile_m),
             num_heads,
             num_batches,
-            heads_per_section,
+            sections,
             longest_first=self._longest_first,
             divisors=divisors,
             short_tiles=short_tiles,
@@ -146,16 +148,14 @@ class PackedBatch(DenseBatch):
     def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
         return plan
 
-    def heads_per_section(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
-        """The kernel works them out for each sequence."""
-        return Int32(0)
+    def sections(self, mQ: cute.Tensor, mK: cute.Tensor, num_ctas: Int32) -> tuple:
+        """None: the kernel works them out for each sequence."""
+        return ()
 
     def num_ctas(self, mQ: cute.Tensor, num_ctas: Int32) -> Int32:
         return num_ctas
 
-    def divisors(
-        self, mQ: cute.Tensor, mK: cute.Tensor, heads_per_section: Int32
-    ) -> tuple[TileDivisors, ...]:
+    def divisors(self, mQ: cute.Tensor, mK: cute.Tensor, sections: Sections) -> tuple[TileDivisors, ...]:
         """None: each sequence has other tiles."""
         return ()
 
@@ -164,7 +164,7 @@ class PackedBatch(DenseBatch):
         lengths: tuple,
         mLSE: cute.Tensor,
         heads_per_kv_head: Int32,
-        heads_per_section: Int32,
+        sections: Sections,
         divisors: tuple = (),
     ) -> PackedTileOrder:
         (plan, sequences), num_heads = lengths, mLSE.shape[1]
@@ -174,7 +174,6 @@ class PackedBatch(DenseBatch):
             PackedTileOrder.count(plan, num_heads),
             num_heads,
             heads_per_kv_head,
-            self._bytes_per_key,
             self.config.tile_m,
             self._longest_first,
         )

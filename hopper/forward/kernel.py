@@ -187,7 +187,7 @@ class ForwardKernel:
         few = ()
         if const_expr(c.few_keys):
             few = self.parts.kv_source.make_few_atoms(mK, mVt)
-        heads_per_section = batch.heads_per_section(mQ, mK)
+        sections = batch.sections(mQ, mK, num_ctas)
         # A softcap leaves tanh(softmax_scale * S / cap) in place of S, so the cap takes the place of softmax_scale.
         scale = options.softcap[0] if const_expr(c.softcap) else softmax_scale
         self.kernel(
@@ -199,8 +199,8 @@ class ForwardKernel:
             scale * Float32(math.log2(math.e)),
             lengths,
             mQ.shape[2] // mK.shape[2],
-            heads_per_section,
-            batch.divisors(mQ, mK, heads_per_section),
+            sections,
+            batch.divisors(mQ, mK, sections),
             options.window,
             tuple(softmax_scale / cap for cap in options.softcap),
             options.slopes,
@@ -232,7 +232,7 @@ class ForwardKernel:
         scale_log2: Float32,
         lengths: tuple,
         heads_per_kv_head: Int32,
-        heads_per_section: Int32,
+        sections: tuple,
         divisors: tuple,
         sides: tuple,
         caps: tuple,
@@ -270,7 +270,7 @@ class ForwardKernel:
         pipes = parts.kv_source.make_pipelines(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        of_order = lengths, mLSE, heads_per_kv_head, heads_per_section, divisors
+        of_order = lengths, mLSE, heads_per_kv_head, sections, divisors
         first_tile = c, inputs, parts.kv_source.v_row_mode, parts.batch, of_order
         if const_expr(c.asks_early and not c.waits_to_load):
             ask_for_first_tile(*first_tile)

@@ -146,7 +146,7 @@ class WideForwardKernel:
             scale * Float32(math.log2(math.e)),
             batch.lengths(views.q, views.k, given.plan),
             views.q.shape[2] // views.k.shape[2],
-            batch.heads_per_section(views.q, views.k),
+            batch.sections(views.q, views.k, num_ctas),
             given.window,
             tuple(softmax_scale / cap for cap in given.softcap),
             given.slopes,
@@ -184,7 +184,7 @@ class WideForwardKernel:
         scale_log2: Float32,
         lengths: tuple,
         heads_per_kv_head: Int32,
-        heads_per_section: Int32,
+        sections: tuple,
         sides: tuple,
         caps: tuple,
         slopes: tuple,
@@ -218,7 +218,7 @@ class WideForwardKernel:
         )
         place = Place(c.cluster, rank)
 
-        order = self.batch.order(lengths, mLSE, heads_per_kv_head, heads_per_section)
+        order = self.batch.order(lengths, mLSE, heads_per_kv_head, sections)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
         is_precise = self.dtype is cutlass.Float16
         inverse_scale = 1.0

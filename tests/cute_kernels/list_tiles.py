@@ -10,9 +10,6 @@ THREADS = 128
 WORDS = 8
 """Of a tile: its number of heads, block, head and sequence, and where that lies."""
 
-BYTES_PER_KEY = 1 << 18
-"""So that heads of more than 128 keys do not fit L2 together."""
-
 
 class ListTiles:
     """A thread for each tile that the plan may hold writes what ``PackedTileOrder`` and ``PackedSeqlens`` say."""
@@ -41,7 +38,6 @@ class ListTiles:
                 num_tiles,
                 heads,
                 group,
-                BYTES_PER_KEY,
                 self.tile,
                 self.longest_first,
                 self.of_keys,

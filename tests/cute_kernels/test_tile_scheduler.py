@@ -7,22 +7,31 @@ from dataclasses import replace
 import pytest
 
 from cute_kernels.tile_scheduler import (
+    Sections,
     ShortTiles,
     TailedTileOrder,
     TileOrder,
     TurnedTileOrder,
     heads_in_turn,
-    heads_per_section,
+    heads_of_last,
     short_m_blocks,
 )
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize(
-    "num_m_blocks,num_heads,num_batches,per_section", [(1, 1, 1, 1), (5, 6, 2, 4), (3, 8, 3, 100)]
+    "num_m_blocks,num_heads,num_batches,sections",
+    [
+        (1, 1, 1, Sections(1, 0)),
+        (5, 6, 2, Sections(4, 2)),
+        (5, 6, 2, Sections(2, 3)),
+        (5, 6, 2, Sections(5, 1)),
+        (3, 8, 3, Sections(100, 0)),
+        (3, 8, 3, Sections(1, 23)),
+    ],
 )
-def test_order_is_a_bijection(num_m_blocks, num_heads, num_batches, per_section, longest_first):
-    order = TileOrder(num_m_blocks, num_heads, num_batches, per_section, longest_first)
+def test_order_is_a_bijection(num_m_blocks, num_heads, num_batches, sections, longest_first):
+    order = TileOrder(num_m_blocks, num_heads, num_batches, sections, longest_first)
     visited = [order.coordinates(tile) for tile in range(order.num_tiles)]
     expected = itertools.product(range(num_m_blocks), range(num_heads), range(num_batches))
     assert sorted(visited) == sorted(expected)
@@ -30,19 +39,23 @@ def test_order_is_a_bijection(num_m_blocks, num_heads, num_batches, per_section,
     assert [divided.coordinates(tile) for tile in range(order.num_tiles)] == visited
 
 
-def test_longest_first_descends_within_a_section_of_heads():
-    order = TileOrder(num_m_blocks=4, num_heads=3, num_batches=2, heads_per_section=4, longest_first=True)
-    sections = [
-        [order.coordinates(tile) for tile in range(start, stop)] for start, stop in [(0, 16), (16, 24)]
-    ]
-    for section in sections:
-        m_blocks = [m for m, _, _ in section]
+@pytest.mark.parametrize(
+    "sections,bounds",
+    [(Sections(4, 1), (0, 16, 24)), (Sections(1, 2), (0, 4, 8, 24)), (Sections(6, 0), (0, 24))],
+)
+def test_longest_first_descends_within_a_section_of_heads(sections, bounds):
+    order = TileOrder(num_m_blocks=4, num_heads=3, num_batches=2, sections=sections, longest_first=True)
+    heads = []
+    for section in itertools.starmap(range, itertools.pairwise(bounds)):
+        visited = [order.coordinates(tile) for tile in section]
+        m_blocks = [m for m, _, _ in visited]
         assert m_blocks == sorted(m_blocks, reverse=True)
-    assert {(head, batch) for _, head, batch in sections[0]} == {(0, 0), (1, 0), (2, 0), (0, 1)}
+        heads += sorted({batch * 3 + head for _, head, batch in visited})
+    assert heads == list(range(6))
 
 
 def test_neighbouring_tiles_share_a_head_without_a_mask():
-    order = TileOrder(num_m_blocks=4, num_heads=3, num_batches=2, heads_per_section=1, longest_first=False)
+    order = TileOrder(4, 3, 2, Sections(1, 5), longest_first=False)
     assert [order.coordinates(tile) for tile in range(5)] == [
         (0, 0, 0),
         (1, 0, 0),
@@ -52,81 +65,71 @@ def test_neighbouring_tiles_share_a_head_without_a_mask():
     ]
 
 
-def test_a_head_too_large_for_the_l2_is_a_section_of_its_own():
-    order = TileOrder(num_m_blocks=3, num_heads=2, num_batches=1, heads_per_section=1, longest_first=True)
-    assert [order.coordinates(tile) for tile in range(6)] == [
-        (2, 0, 0), (1, 0, 0), (0, 0, 0), (2, 1, 0), (1, 1, 0), (0, 1, 0),
-    ]  # fmt: skip
+def sections_of(head_dim, seqlens, kv_heads, group):
+    """As the host makes them for 16 bits, 132 CTAs and tiles of 128 queries."""
+    last = heads_of_last(-(-seqlens[0] // 128), kv_heads, group, 132)
+    return Sections.of_keys(4 * head_dim, seqlens[1], kv_heads, group, last)
 
 
 @pytest.mark.parametrize(
-    "bytes_per_key,seqlen_k,kv_heads,expected",
+    "head_dim,seqlen,kv_heads,group,expected",
     [
-        (512, 4096, 32, 16),
-        (512, 4099, 32, 16),
-        (512, 16384, 16, 4),
-        (1024, 8193, 16, 4),
-        (512, 12000, 16, 6),
-        (512, 2**20, 3, 1),
-        (512, 10, 7, 7),
-        (768, 16384, 16, 2),
-        (512, 20000, 16, 2),
-        (512, 14000, 32, 4),
-        (512, 512, 512, 8),
-        (512, 512, 479, 120),
-        (512, 512, 480, 8),
-        (512, 1000, 256, 4),
-        (512, 1500, 512, 24),
-        (512, 1024, 64, 64),
-        (1024, 1024, 119, 30),
-        (512, 1024, 256, 4),
-        (512, 1025, 256, 32),
-        (512, 2048, 128, 16),
-        (512, 2049, 128, 32),
-        (256, 512, 1024, 18),
-        (1024, 512, 256, 4),
-        (256, 512, 512, 256),
-        (1024, 1000, 256, 2),
+        (128, 512, 512, 1, (4, 111)),
+        (128, 512, 512, 4, (16, 123)),
+        (128, 1024, 256, 1, (2, 111)),
+        (128, 4096, 64, 1, (1, 55)),
+        (128, 4099, 32, 1, (1, 24)),
+        (128, 16384, 16, 1, (1, 13)),
+        (128, 10, 7, 2, (14, 0)),
+        (256, 8193, 16, 1, (1, 11)),
+        (64, 512, 1024, 1, (8, 119)),
+        (128, 2**20, 3, 1, (1, 2)),
     ],
 )
-def test_sections_are_about_as_large_as_each_other(bytes_per_key, seqlen_k, kv_heads, expected):
-    assert heads_per_section(bytes_per_key, seqlen_k, kv_heads) == expected
+def test_sections_are_small_until_the_last(head_dim, seqlen, kv_heads, group, expected):
+    assert sections_of(head_dim, (seqlen, seqlen), kv_heads, group) == expected
+    last = kv_heads * group - expected[0] * expected[1]
+    assert last == kv_heads * group or last * -(-seqlen // 128) >= 2 * 132
 
 
-@pytest.mark.parametrize(
-    "seqlen,heads,head_dim",
-    [(4096, 32, 128), (4099, 32, 128), (8193, 16, 256), (2049, 64, 128), (20000, 16, 128)],
-)
-def test_a_few_keys_more_leave_no_long_tiles_for_the_end(seqlen, heads, head_dim):
-    """Time of the CTA that ends last over that of all on average, on 132 SMs; a tile takes as long as its blocks."""
-    num_m_blocks = -(-seqlen // 128)
-    per_section = heads_per_section(4 * head_dim, seqlen, heads)
-    order = TileOrder(num_m_blocks, heads, 1, per_section, longest_first=True)
+@pytest.mark.parametrize("heads,num_heads,expected", [(4, 12, (4, 2)), (5, 12, (5, 2)), (12, 12, (12, 0))])
+def test_even_sections_are_alike_but_for_the_last(heads, num_heads, expected):
+    assert Sections.even(heads, num_heads) == expected
+
+
+@pytest.mark.parametrize("seqlen", [512, 1000, 2048, 4096, 4099, 8193, 12000, 16384, 20000])
+@pytest.mark.parametrize("heads,head_dim", [(32, 64), (16, 128), (32, 128)])
+def test_the_last_section_leaves_no_long_tiles_for_the_end(seqlen, heads, head_dim):
+    """Time of the CTA that ends last over that of all on average, on 132 SMs; a tile takes as long as its blocks, and
+    there are 32k tokens or one sequence."""
+    num_m_blocks, batch = -(-seqlen // 128), max(32768 // seqlen, 1)
+    sections = sections_of(head_dim, (seqlen, seqlen), heads * batch, 1)
+    order = TileOrder(num_m_blocks, heads, batch, sections, longest_first=True)
     lengths = [order.coordinates(tile)[0] + 2 for tile in range(order.num_tiles)]
     ctas = [0] * 132
     for length in lengths:
         heapq.heappush(ctas, heapq.heappop(ctas) + length)
-    assert max(ctas) < 1.03 * sum(lengths) / 132
+    assert max(ctas) < 1.05 * sum(lengths) / 132
 
 
 @pytest.mark.parametrize("m_blocks", [0, 1, 3])
-@pytest.mark.parametrize("per_section", [1, 4, 12])
-def test_short_tiles_come_behind_all_sections(m_blocks, per_section):
-    order = TileOrder(5, 6, 2, per_section, longest_first=True, short_tiles=(ShortTiles(m_blocks, 12),))
+@pytest.mark.parametrize("sections", [Sections(1, 11), Sections(1, 8), Sections(4, 2), Sections(12, 0)])
+def test_short_tiles_come_behind_all_sections(m_blocks, sections):
+    order = TileOrder(5, 6, 2, sections, longest_first=True, short_tiles=(ShortTiles(m_blocks, 12),))
     order = replace(order, divisors=(order.numbers_to_divide_by(group=1),))
     visited = [order.coordinates(tile) for tile in range(order.num_tiles)]
     assert sorted(visited) == sorted(itertools.product(range(5), range(6), range(2)))
     long, short = visited[: 12 * (5 - m_blocks)], visited[12 * (5 - m_blocks) :]
     assert all(m >= m_blocks for m, _, _ in long) and all(m < m_blocks for m, _, _ in short)
     assert [m for m, _, _ in short] == sorted((m for m, _, _ in short), reverse=True)
-    plain = TileOrder(5, 6, 2, per_section, longest_first=True)
+    plain = TileOrder(5, 6, 2, sections, longest_first=True)
     all_tiles = [plain.coordinates(tile) for tile in range(plain.num_tiles)]
     assert long == [place for place in all_tiles if place[0] >= m_blocks]
 
 
 def test_short_tiles_are_those_of_an_order_that_begins_with_the_longest():
     with pytest.raises(ValueError, match=r"^short_tiles is given and longest_first is False, allowed: True"):
-        TileOrder(5, 6, 2, 3, longest_first=False, short_tiles=(ShortTiles(2, 12),))
+        TileOrder(5, 6, 2, Sections(3, 3), longest_first=False, short_tiles=(ShortTiles(2, 12),))
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -135,9 +138,9 @@ def test_short_tiles_are_those_of_an_order_that_begins_with_the_longest():
 def test_the_order_of_any_problem_has_each_tile_once(seqlens, kv_heads, batch, group):
     """As the host makes it at head_dim 256, tiles have 128 queries."""
     m_blocks, heads = -(-seqlens[0] // 128), kv_heads * group
-    per_section = heads_per_section(1024, seqlens[1], kv_heads * batch) * group
+    sections = sections_of(256, seqlens, kv_heads * batch, group)
     short = ShortTiles(short_m_blocks(1024, seqlens, kv_heads * batch, 128), heads * batch)
-    order = TileOrder(m_blocks, heads, batch, per_section, longest_first=True, short_tiles=(short,))
+    order = TileOrder(m_blocks, heads, batch, sections, longest_first=True, short_tiles=(short,))
     order = replace(order, divisors=(order.numbers_to_divide_by(group),))
     assert all(1 <= number < 2**31 for number in order.divisors[0])
     visited = {order.coordinates(tile) for tile in range(order.num_tiles)}
@@ -171,10 +174,10 @@ def test_short_tiles_of_all_heads_share_the_l2(bytes_per_key, seqlens, kv_heads,
 def test_short_tiles_at_the_end_leave_ctas_less_to_wait_for(seqlen, heads, most):
     """Time of the CTA that ends last over that of all on average, on 132 SMs, at head_dim 256: with short tiles at the
     end, and without. A tile takes as long as its blocks of 80 keys, and 1.6 of them for its begin and its end."""
-    num_m_blocks, per_section = -(-seqlen // 128), heads_per_section(1024, seqlen, heads)
+    num_m_blocks, sections = -(-seqlen // 128), sections_of(256, (seqlen, seqlen), heads, 1)
     ends = []
     for m_blocks in (short_m_blocks(1024, (seqlen, seqlen), heads, 128), 0):
-        order = TileOrder(num_m_blocks, heads, 1, per_section, True, (), (ShortTiles(m_blocks, heads),))
+        order = TileOrder(num_m_blocks, heads, 1, sections, True, (), (ShortTiles(m_blocks, heads),))
         order = replace(order, divisors=(order.numbers_to_divide_by(group=1),))
         lengths = [
             -(-128 * (m + 1) // 80) + 1.6 for m, _, _ in map(order.coordinates, range(order.num_tiles))
@@ -192,7 +195,7 @@ def test_an_order_with_a_tail_is_a_bijection(tail_heads, full_blocks):
     visited = [order.coordinates(tile) for tile in range(order.num_tiles)]
     assert sorted(visited) == sorted(itertools.product(range(5), range(6), range(2)))
     before = (12 - tail_heads) * 5
-    plain = TileOrder(5, 6, 2, 1, longest_first=False)
+    plain = TileOrder(5, 6, 2, Sections(1, 11), longest_first=False)
     assert visited[:before] == [plain.coordinates(tile) for tile in range(before)]
     late = [n_block for n_block, _, _ in visited[before + tail_heads * full_blocks :]]
     assert late == sorted(late) and all(n_block >= full_blocks for n_block in late)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileOrder, TurnedTileOrder
+from cute_kernels.tile_scheduler import Sections, TileOrder, TurnedTileOrder
 from cute_kernels.window import window_of
 from hopper.backward.batch import DenseBatch
 from hopper.backward.config import select_backward_config
@@ -43,10 +43,10 @@ def test_key_tiles_wait_for_those_alone_that_were_claimed_before(
     tiles, group = -(-seqlens[1] // config.tile_n), heads[0] // heads[1]
     m_end = -(-seqlens[0] // config.tile_m)
     section = heads_of_section(config, batch, heads, seqlens, workers=3)
-    sizes = tiles, heads[1], batch, section
-    order = TileOrder(*sizes, longest_first=True)
+    sizes = tiles, heads[1], batch
+    order = TileOrder(*sizes, Sections.even(section, heads[1] * batch), longest_first=True)
     if config.has_late_heads:
-        order = TurnedTileOrder(*sizes, min(tail_heads, heads[1] * batch))
+        order = TurnedTileOrder(*sizes, section, min(tail_heads, heads[1] * batch))
     window = window_of(causal, ())
     work = BackwardWork(config, window, None, order, order.num_tiles, m_end, DenseSeqlens(*seqlens), group)
     claimed = [work.coordinates(tile) for tile in range(order.num_tiles)]

@@ -199,7 +199,6 @@ class PackedAmpereBackwardKernel:
                 num_tiles,
                 kv_heads,
                 Int32(1),
-                mK.element_type.width // 8 * (c.head_dim + c.head_dim_v),
                 c.tile_n,
                 longest_first=False,
                 of_keys=True,

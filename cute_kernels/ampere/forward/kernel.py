@@ -8,7 +8,7 @@ from cute_kernels.ampere.forward.query_tile import QueryTile
 from cute_kernels.ampere.options import KernelOptions, read_options
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.seqlen import DenseSeqlens
-from cute_kernels.tile_scheduler import TileOrder, heads_per_section
+from cute_kernels.tile_scheduler import WORKERS, Sections, TileOrder, heads_of_last
 
 
 class AmpereForwardKernel:
@@ -62,13 +62,10 @@ class AmpereForwardKernel:
         options, scale_log2 = read_options(c, tuple(given), softmax_scale)
         heads_per_kv_head = mQ.shape[2] // mK.shape[2]
         bytes_per_key = mK.element_type.width // 8 * (c.head_dim + c.head_dim_v)
-        order = TileOrder(
-            cute.ceil_div(mQ.shape[1], c.tile_m),
-            mQ.shape[2],
-            mQ.shape[0],
-            heads_per_section(bytes_per_key, mK.shape[1], mK.shape[0] * mK.shape[2]) * heads_per_kv_head,
-            longest_first=c.longest_first,
-        )
+        m_blocks, kv_heads = cute.ceil_div(mQ.shape[1], c.tile_m), mK.shape[0] * mK.shape[2]
+        last = heads_of_last(m_blocks, kv_heads, heads_per_kv_head, WORKERS)
+        sections = Sections.of_keys(bytes_per_key, mK.shape[1], kv_heads, heads_per_kv_head, last)
+        order = TileOrder(m_blocks, mQ.shape[2], mQ.shape[0], sections, c.longest_first)
         self.kernel(
             mQ,
             mK,
@@ -77,7 +74,7 @@ class AmpereForwardKernel:
             mLSE,
             scale_log2,
             heads_per_kv_head,
-            order.heads_per_section,
+            order.sections,
             options,
         ).launch(**launch_options(c, order.num_tiles), stream=stream)
 
@@ -91,7 +88,7 @@ class AmpereForwardKernel:
         mLSE: cute.Tensor,
         scale_log2: Float32,
         heads_per_kv_head: Int32,
-        heads_per_section: Int32,
+        sections: Sections,
         options: KernelOptions,
     ):
         c = self.config
@@ -100,7 +97,7 @@ class AmpereForwardKernel:
             cute.ceil_div(seqlen_q, c.tile_m),
             mQ.shape[2],
             mQ.shape[0],
-            heads_per_section,
+            sections,
             longest_first=c.longest_first,
         )
         lengths, number = DenseSeqlens(seqlen_q, seqlen_k), cute.arch.block_idx()[0]
@@ -162,7 +159,6 @@ class PackedAmpereForwardKernel:
                 num_tiles,
                 heads,
                 heads_per_kv_head,
-                mK.element_type.width // 8 * (c.head_dim + c.head_dim_v),
                 c.tile_m,
                 c.longest_first,
             )
