@@ -59,7 +59,7 @@ GPU = "nvidia_h200"
 """The machine whose reports the README shows."""
 
 OTHER_GPUS = {"nvidia_h100_80gb_hbm3": ("H100", "h100.md")}
-"""Others with reports of FP8 and of serving: by the end of their names, what they are called, and their page."""
+"""Others with reports: by the end of their names, what they are called, and their page."""
 
 
 def read_reports(results: Path) -> list[ForwardReport]:
@@ -68,11 +68,17 @@ def read_reports(results: Path) -> list[ForwardReport]:
     Raises:
         FileNotFoundError: there is no forward report.
     """
-    paths = {kind: results / f"{kind}_{GPU}.json" for kind in KINDS}
+    reports = read_throughput(results, GPU)
+    if not reports or reports[0].kind != KINDS[0]:
+        raise FileNotFoundError(f"there is no {KINDS[0]}_{GPU}.json in {results}")
+    return reports
+
+
+def read_throughput(results: Path, gpu: str) -> list[ForwardReport]:
+    """The throughput reports of a GPU that have been committed."""
+    paths = {kind: results / f"{kind}_{gpu}.json" for kind in KINDS}
     return [
-        load_forward(path.read_text(encoding="utf-8"), kind)
-        for kind, path in paths.items()
-        if kind == KINDS[0] or path.is_file()
+        load_forward(path.read_text(encoding="utf-8"), kind) for kind, path in paths.items() if path.is_file()
     ]
 
 
@@ -117,9 +123,9 @@ def read_prepass(results: Path) -> list[QuantizeReport]:
     return [load_quantize(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
-def read_features(results: Path) -> list[FeatureReport]:
+def read_features(results: Path, gpu: str = GPU) -> list[FeatureReport]:
     """The report of what models use beyond dense attention, if one has been committed."""
-    path = results / f"features_{GPU}.json"
+    path = results / f"features_{gpu}.json"
     return [load_features(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
@@ -127,12 +133,6 @@ def read_serving(results: Path, gpu: str = GPU) -> list[ServingReport]:
     """The report of attention on a key/value cache, if one has been committed."""
     path = results / f"serving_{gpu}.json"
     return [load_serving(path.read_text(encoding="utf-8"))] if path.is_file() else []
-
-
-def read_fp8(results: Path, gpu: str) -> list[ForwardReport]:
-    """The FP8 report of a GPU, if one has been committed."""
-    path = results / f"fp8_{gpu}.json"
-    return [load_forward(path.read_text(encoding="utf-8"), "fp8")] if path.is_file() else []
 
 
 def read_others(results: Path, kind: str) -> list[dict[str, Any]]:
@@ -201,9 +201,9 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     for timeline in read_timeline(results):
         pages[folder / "timeline.md"] = render_timeline(timeline)
     for gpu, (name, page) in OTHER_GPUS.items():
-        reports, servings = read_fp8(results, gpu), read_serving(results, gpu)
-        if reports or servings:
-            pages[folder / page] = render_other_gpu(name, reports, servings)
+        found = read_throughput(results, gpu), read_features(results, gpu), read_serving(results, gpu)
+        if any(found):
+            pages[folder / page] = render_other_gpu(name, *found)
     return {readme: text, **pages}
 
 

@@ -14,6 +14,9 @@ from hopper_attention.experiments.bench.render import (
 from hopper_attention.experiments.bench.results import OURS, ForwardReport, geometric_mean
 from hopper_attention.experiments.bench.targets import throughput_targets
 from hopper_attention.experiments.bench.words import problems_of, wording_of
+from hopper_attention.experiments.features.results import FeatureCell, FeatureReport, feature_targets
+from hopper_attention.experiments.features.tables import WORKLOAD_HEADINGS as FEATURE_HEADINGS
+from hopper_attention.experiments.features.tables import describe as describe_feature
 from hopper_attention.experiments.reports import (
     NOTHING,
     RENDERED,
@@ -35,25 +38,34 @@ from hopper_attention.experiments.serving.tables import (
     serving_problems,
 )
 
-SERVING_HEADINGS = (*WORKLOAD_HEADINGS, "ours, us", "best peer", "us", "ratio", "rate")
+COMPARED = ("ours, us", "best peer", "us", "ratio")
+SERVING_HEADINGS = (*WORKLOAD_HEADINGS, *COMPARED, "rate")
+LEGEND = "Microseconds a call, in interleaved rounds of one run. `ratio`: how many times as fast as the best peer ours is."
 
 
-def render_other_gpu(gpu: str, forwards: Sequence[ForwardReport], servings: Sequence[ServingReport]) -> str:
-    """docs/results/<gpu>.md. Of targets it has those that compare with a peer or with ourselves, and not that of the
-    host's time, which is another host's."""
+def render_other_gpu(
+    gpu: str,
+    reports: Sequence[ForwardReport],
+    features: Sequence[FeatureReport],
+    servings: Sequence[ServingReport],
+) -> str:
+    """docs/results/<gpu>.md; ``reports`` are those of throughput. Of targets it has those that compare with a peer or
+    with ourselves, and not that of the host's time, which is another host's."""
     parts = [
         f"# On an {gpu}",
         RENDERED,
         f"The other pages are of an H200; what is here was measured on an {gpu}.",
     ]
-    for report in forwards:
-        parts += _of_forward(report)
+    for report in reports:
+        parts += _of_throughput(report)
+    for feature in features:
+        parts += _of_features(feature)
     for serving in servings:
         parts += _of_serving(serving)
     return page(parts)
 
 
-def _of_forward(report: ForwardReport) -> list[str]:
+def _of_throughput(report: ForwardReport) -> list[str]:
     return [
         f"## {wording_of(report).title}",
         measured_on(report.date, report.commit, report.machine),
@@ -66,22 +78,26 @@ def _of_forward(report: ForwardReport) -> list[str]:
     ]
 
 
+def _of_features(report: FeatureReport) -> list[str]:
+    head = report.head
+    headings = (*FEATURE_HEADINGS, *COMPARED)
+    rows = [[*describe_feature(cell.workload), *_compared(cell)] for cell in report.cells]
+    return [
+        "## Packed sequences, windows and changed scores",
+        measured_on(head["date"], head["commit"], head["machine"]),
+        f"{LEGEND} {_mean_of(report.cells)}",
+        markdown_table(headings, rows),
+        targets_text(feature_targets(report)),
+    ]
+
+
 def _of_serving(report: ServingReport) -> list[str]:
     head = report.head
-    rated = [cell.ratio for cell in report.cells if not math.isnan(cell.ratio)]
-    mean = (
-        f"Geometric mean of the ratios: **{geometric_mean(rated):.3f}** of {len(rated)} workloads."
-        if rated
-        else ""
-    )
-    legend = (
-        "Microseconds a call, in interleaved rounds of one run. `ratio`: how many times as fast as the best peer ours "
-        "is. `rate`, of ours: keys and values read, of a prefill useful operations."
-    )
+    rate = "`rate`, of ours: keys and values read, of a prefill useful operations."
     return [
         "## Attention on a key/value cache",
         measured_on(head["date"], head["commit"], head["machine"]),
-        f"{legend} {mean}",
+        f"{LEGEND} {rate} {_mean_of(report.cells)}",
         markdown_table(SERVING_HEADINGS, [_row_of(cell) for cell in report.cells]),
         targets_text([target for target in serving_targets(report) if _is_of_gpu(target)]),
         section("What did not run", lines_text(serving_problems(report))),
@@ -91,10 +107,23 @@ def _of_serving(report: ServingReport) -> list[str]:
     ]
 
 
+def _mean_of(cells: Sequence[FeatureCell] | Sequence[ServingCell]) -> str:
+    """That of the ratios, or nothing where no peer ran."""
+    rated = [cell.ratio for cell in cells if not math.isnan(cell.ratio)]
+    if not rated:
+        return ""
+    return f"Geometric mean of the ratios: **{geometric_mean(rated):.3f}** of {len(rated)} workloads."
+
+
+def _compared(cell: FeatureCell | ServingCell) -> list[str]:
+    """Under COMPARED."""
+    best = cell.best_peer
+    peer = [best, number(cell.us(best), 1)] if best else [NOTHING, NOTHING]
+    return [number(cell.us(OURS), 1), *peer, number(cell.ratio, 3)]
+
+
 def _row_of(cell: ServingCell) -> list[str]:
-    best = cell.best_peer or NOTHING
-    times = number(cell.us(OURS), 1), best, number(cell.us(best), 1) if cell.best_peer else NOTHING
-    return [*describe(cell.workload), *times, number(cell.ratio, 3), rate_of(cell, OURS)]
+    return [*describe(cell.workload), *_compared(cell), rate_of(cell, OURS)]
 
 
 def _is_of_gpu(target: Target) -> bool:
