@@ -31,7 +31,7 @@ from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, 
 from hopper.wide.producer import DenseLoads, WideProducer
 from hopper.wide.products import tiled_mmas, values_mma
 from hopper.wide.scores import ScoresConsumer
-from hopper.wide.tiles import ClaimedTiles, DealtTiles
+from hopper.wide.tiles import ClusterTileScheduler
 from hopper.wide.values import ValuesConsumer
 
 
@@ -75,7 +75,7 @@ class WideForwardKernel:
     | k | `stages` | K of a block | S of all CTAs of the cluster has read it |
     | v, first half | `stages` | half of the columns of V | so has S with `qv`, and P V of the scores' warpgroups |
     | v, second half | `stages` | the other half | so has S with `qv`, and P V of the values' warpgroups |
-    | mailbox | 2 | the number of a tile | all consumer warps have read it; not in a cluster |
+    | mailbox | 2 | the number of a tile | all consumer warps have read it, of a cluster the producers too |
 
     | named barrier | id | threads | orders |
     |---|---|---|---|
@@ -89,7 +89,7 @@ class WideForwardKernel:
         tensor cores  S1   B0         A1  S2   B1         A2  S3 ...
 
     The grid is persistent. The CTAs of a cluster have 64 queries of a tile each and walk over the same key blocks, of
-    which each loads a part for all by multicast. Clusters are dealt their tiles; CTAs by themselves claim them.
+    which each loads a part for all by multicast. The first CTA claims the tiles (``ClusterTileScheduler``).
     """
 
     def __init__(self, config: WideForwardConfig):
@@ -209,14 +209,14 @@ class WideForwardKernel:
                 cpasync.prefetch_descriptor(atom)
         operands = WideTensors.of_operands(atoms, tensors, smem)
         lane = cute.arch.lane_idx()
-        tiles = self._make_tiles(tile_counter, storage, lane)
-        pipes = self._make_pipelines(storage)
-        cute.arch.mbarrier_init_fence()
-        sync_cluster(c.cluster)
         rank = (
             cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()) if const_expr(c.cluster > 1) else 0
         )
         place = Place(c.cluster, rank)
+        scheduler = self._make_scheduler(tile_counter, storage, lane, place)
+        pipes = self._make_pipelines(storage)
+        cute.arch.mbarrier_init_fence()
+        sync_cluster(c.cluster)
 
         order = self.batch.order(lengths, mLSE, heads_per_kv_head, sections)
         block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides))
@@ -225,7 +225,7 @@ class WideForwardKernel:
         if const_expr(c.alibi):
             inverse_scale = Float32(math.log2(math.e)) / scale_log2
         rules = ScoreRules(tuple(SoftCap(factor, is_precise) for factor in caps), slopes, inverse_scale)
-        work = Work(tiles, order, block_range, self.batch.seqlens(lengths), heads_per_kv_head, rules)
+        work = Work(scheduler, order, block_range, self.batch.seqlens(lengths), heads_per_kv_head, rules)
         store = self.batch.store_type(operands.o, mLSE, c.half)
         if warp_idx < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(c.registers.producer)
@@ -249,13 +249,13 @@ class WideForwardKernel:
             # The other CTA may still load for this one, or arrive at a barrier in it.
             sync_cluster(c.cluster)
 
-    def _make_tiles(self, tile_counter: cute.Tensor, storage, lane: Int32) -> ClaimedTiles | DealtTiles:
-        if self.config.cluster > 1:
-            return DealtTiles(self.config.cluster)
+    def _make_scheduler(self, tile_counter: cute.Tensor, storage, lane: Int32, place: Place) -> TileScheduler:
         mailbox = storage.mailbox.get_tensor(cute.make_layout(MAILBOX_STAGES))
-        warps = WARPS_PER_WARPGROUP * CONSUMERS
-        pipe = TileScheduler.make_pipe(storage.barriers_mailbox.data_ptr(), warps)
-        return ClaimedTiles(TileScheduler(tile_counter, mailbox, pipe, lane))
+        barriers, warps = storage.barriers_mailbox.data_ptr(), WARPS_PER_WARPGROUP * CONSUMERS
+        if place.cluster > 1:
+            pipe = ClusterTileScheduler.make_cluster_pipe(barriers, warps, place.cluster)
+            return ClusterTileScheduler(tile_counter, mailbox, pipe, lane, place)
+        return TileScheduler(tile_counter, mailbox, TileScheduler.make_pipe(barriers, warps), lane)
 
     @cute.jit
     def _score(self, work: Work, consumer: ScoresConsumer, epilogue: WideEpilogue):
@@ -286,7 +286,7 @@ class WideForwardKernel:
             epilogue.store.lse(lse, head, seqlens, row, lane)
             epilogue.finish(FIRST_HALF, consumer.acc, inverse_sum, (m_block, head), seqlens, q_phase)
             q_phase ^= 1
-            tile = work.scheduler.receive(tile, mail_state)
+            tile = work.scheduler.receive(mail_state)
             mail_state.advance()
 
     @cute.jit
@@ -305,7 +305,7 @@ class WideForwardKernel:
             seqlens = work.seqlens.of(batch)
             epilogue.finish(SECOND_HALF, consumer.acc, inverse_sum, (m_block, head), seqlens, q_phase)
             q_phase ^= 1
-            tile = work.scheduler.receive(tile, mail_state)
+            tile = work.scheduler.receive(mail_state)
             mail_state.advance()
 
     def _make_pipelines(self, storage) -> WidePipelines:

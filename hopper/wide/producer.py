@@ -79,7 +79,7 @@ class WideProducer(LoopInvariant):
             self._load_queries(self.place.own(m_block), head, blocks, q_phase)
             kv_state = self.loads.load(head // work.heads_per_kv_head, blocks, kv_state)
             q_phase ^= 1
-            tile = work.scheduler.claim(tile, mail_state)
+            tile = work.scheduler.claim(mail_state)
             mail_state.advance()
         work.scheduler.finish()
 

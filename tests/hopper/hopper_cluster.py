@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.hopper.hopper_machine import CLUSTER_WINDOW, LANES, Step, Warp
+from tests.hopper.hopper_machine import CLUSTER_WINDOW, LANES, Cta, Step, Warp
 from tests.hopper.ptx_text import address_of
 
 CLUSTER_BARRIER = -1
@@ -60,6 +60,34 @@ def _store(name: str, ops: list[str]) -> Step:
     return step
 
 
+def _store_async(name: str, ops: list[str]) -> Step:
+    """A word to the shared memory of any CTA of the cluster, of which a barrier of that CTA counts the arrival."""
+    assert name == "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32", name
+    (base, offset), (place, at_barrier) = address_of(ops[0]), address_of(ops[2])
+
+    def step(warp: Warp, mask: np.ndarray) -> None:
+        addresses, places = warp.get(base, np.uint32), warp.get(place, np.uint32)
+        values = warp.get(ops[1], np.uint32)
+        for lane in np.flatnonzero(mask):
+            cta, at = warp.cta.locate(int(addresses[lane]) + offset)
+            same, barrier = warp.cta.locate(int(places[lane]) + at_barrier)
+            assert same is cta and at % 4 == 0
+            _deliver_later(cta, at, values[lane], barrier)
+
+    return step
+
+
+def _deliver_later(cta: Cta, at: int, value: np.uint32, barrier: int) -> None:
+    """Whenever it comes."""
+
+    def deliver() -> None:
+        cta.shared[at : at + 4].view(np.uint32)[0] = value
+        cta.barriers[barrier].tx -= 4
+        cta.barriers[barrier].settle()
+
+    cta.receive(deliver)
+
+
 def _barrier(name: str, ops: list[str]) -> Step:
     """Arrival of a warp at the barrier of the cluster, or its wait for all other warps after that."""
     waits = name.startswith("barrier.cluster.wait")
@@ -87,5 +115,6 @@ CLUSTER_STEPS = {
     "mapa": _mapa,
     "mbarrier.arrive.shared::cluster": _arrive,
     "st.shared::cluster": _store,
+    "st.async": _store_async,
     "barrier.cluster": _barrier,
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
+from cute_kernels.tile_scheduler import Sections
 from hopper.backward.batch import DenseBatch
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
@@ -198,7 +199,7 @@ class Arguments:
         self.sinks(rules)
         self.add((rules.softcap or softmax_scale) * LOG2_E)
         self.tensor(plan, tuple(plan.shape), ())
-        self.add(*numbers, 0, *sides)
+        self.add(*numbers, *sides)
         self.softcap_and_slopes(rules, softmax_scale)
         return counter
 
@@ -371,7 +372,8 @@ def _finish_forward(
     several tiles of a head that may come behind all sections, one does."""
     (batch, seqlen_q, heads, _), group = q.shape, q.shape[2] // k.shape[2]
     per_section = max(heads * batch - 1, 1)
-    arguments.add(softmax_scale * LOG2_E, *lengths_of(config, q, k), group, per_section)
+    sections = Sections.even(per_section, heads * batch)
+    arguments.add(softmax_scale * LOG2_E, *lengths_of(config, q, k), group, *sections)
     if config.has_divisors:
         m_blocks = -(-seqlen_q // config.tile_m)
         short = min(m_blocks - 1, 1) if config.ends_with_short_tiles else 0
@@ -499,7 +501,7 @@ def _launch_gradients(
         add_rules(arguments, rules)
         grid = (CLUSTER_CTAS * n_blocks, kv_heads, batch)
         if c.has_sections:
-            arguments.add(n_blocks, kv_heads, batch, DenseBatch(c).heads_of_section(*views, PAIRS_UNDER_WAY))
+            arguments.add(n_blocks, kv_heads, batch, *DenseBatch(c).even_sections(*views, PAIRS_UNDER_WAY))
             grid = (CLUSTER_CTAS * n_blocks * kv_heads * batch, 1, 1)
         arguments.launch(program, grid, timing, CLUSTER_CTAS)
         return
@@ -509,10 +511,10 @@ def _launch_gradients(
     tail: tuple[int, ...] = ()
     if c.shortens:
         tail = DenseBatch(c).tail(*views, (int(scale_and_sides[1]),) if c.window else ())
-    if c.has_sections:
-        tail = (DenseBatch(c).heads_of_section(*views, 1),)
     if c.has_late_heads:
-        tail = *tail, DenseBatch(c).late_heads(*views)
+        tail = DenseBatch(c).heads_of_section(*views, 1), DenseBatch(c).late_heads(*views)
+    elif c.has_sections:
+        tail = DenseBatch(c).even_sections(*views, 1)
     arguments.add(*sizes, n_blocks, kv_heads, batch, *tail, n_blocks * kv_heads * batch, m_blocks)
     add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)

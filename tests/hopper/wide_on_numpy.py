@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cute_kernels.tile_scheduler import Sections
 from hopper.config import WARPGROUP_ROWS
 from hopper.wide.config import WideForwardConfig
 from tests.hopper.hopper_machine import AT_ONCE, Timing
@@ -38,12 +39,14 @@ def wide_on_numpy(
     arguments = _maps(config, (*inputs, out), row_map)
     arguments.values += [b"\0" * 16] * len(arguments.values)
     arguments.tensor(lse, (seqlen_q, heads, batch), (lse.stride(1), lse.stride(0)))
-    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    counter = torch.zeros(2, dtype=torch.int32)
+    arguments.tensor(counter, (), ())
     arguments.sinks(rules)
     arguments.add((rules.softcap or softmax_scale) * LOG2_E, seqlen_q, k.shape[1])
-    arguments.add(heads // k.shape[2], heads, *sides)
+    arguments.add(heads // k.shape[2], *Sections.even(heads, heads * batch), *sides)
     arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.launch(program_of(config), (config.cluster * ctas, 1, 1), timing, config.cluster)
+    assert not counter.any()
     return out, lse
 
 
@@ -61,8 +64,9 @@ def packed_wide_on_numpy(
     q, k, v, _ = inputs
     out, lse = unwritten(q, v)
     arguments = _maps(config, (*inputs, out), ragged_map)
-    arguments.packed(lse, plan, (sequences, q.shape[1] // k.shape[1]), softmax_scale, sides)
+    counter = arguments.packed(lse, plan, (sequences, q.shape[1] // k.shape[1]), softmax_scale, sides)
     arguments.launch(program_of(config), (config.cluster * ctas, 1, 1), timing, config.cluster)
+    assert not counter.any()
     return out, lse
 
 

@@ -40,7 +40,7 @@ from hopper_attention.experiments.serving.tables import (
 
 COMPARED = ("ours, us", "best peer", "us", "ratio")
 SERVING_HEADINGS = (*WORKLOAD_HEADINGS, *COMPARED, "rate")
-LEGEND = "Microseconds a call, in interleaved rounds of one run. `ratio`: how many times as fast as the best peer ours is."
+LEGEND = "Microseconds a call, in interleaved rounds of one run. `ratio`: time of the best peer over ours."
 
 
 def render_other_gpu(
