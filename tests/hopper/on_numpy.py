@@ -307,7 +307,8 @@ def ampere_forward_on_numpy(
     for tensor in (q, k, v, out):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
     arguments.tensor(lse, tuple(lse.shape), lse.stride()[:2])
-    arguments.add((rules.softcap or softmax_scale) * LOG2_E, heads // k.shape[2], heads, *sides)
+    sections = Sections.even(heads, heads * batch)
+    arguments.add((rules.softcap or softmax_scale) * LOG2_E, heads // k.shape[2], *sections, *sides)
     arguments.rules(rules, softmax_scale)
     tiles = -(-seqlen_q // config.tile_m) * heads * batch
     arguments.launch(program_of(config), (tiles, 1, 1), timing)
@@ -368,17 +369,17 @@ def _forward_arguments(
 def _finish_forward(
     config: ForwardConfig, arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: float
 ) -> None:
-    """The heads are in sections that are all alike but the last, which has one head, where there are several. Of
-    several tiles of a head that may come behind all sections, one does."""
-    (batch, seqlen_q, heads, _), group = q.shape, q.shape[2] // k.shape[2]
-    per_section = max(heads * batch - 1, 1)
-    sections = Sections.even(per_section, heads * batch)
+    """The heads are in sections of one key/value head, and the last of two, where there are several. Of several tiles
+    of a head that may come behind all sections, one does."""
+    (batch, seqlen_q, heads, _), kv_heads = q.shape, k.shape[2] * q.shape[0]
+    group = heads * batch // kv_heads
+    sections = Sections(group, max(kv_heads - 2, 0))
     arguments.add(softmax_scale * LOG2_E, *lengths_of(config, q, k), group, *sections)
     if config.has_divisors:
         m_blocks = -(-seqlen_q // config.tile_m)
         short = min(m_blocks - 1, 1) if config.ends_with_short_tiles else 0
-        tiles = (m_blocks - short) * (per_section if config.causal else 1)
-        arguments.divisors(tiles, per_section, 1, heads, group)
+        tiles = (m_blocks - short) * (group if config.causal else 1)
+        arguments.divisors(tiles, group, min(2, kv_heads) * group, heads, group)
         if config.ends_with_short_tiles:
             arguments.add(short)
             arguments.divisors(heads * batch)

@@ -69,7 +69,7 @@ def packed_fp8_forward_on_numpy(
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     arguments.add(q.block, k.block, softmax_scale * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
-    arguments.add(sequences, heads // kv_heads, 0, *sides)
+    arguments.add(sequences, heads // kv_heads, *sides)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     assert not counter.any()
     return out, lse
