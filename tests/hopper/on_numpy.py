@@ -16,7 +16,6 @@ from torch import Tensor
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.ampere.config import AmpereForwardConfig
 from cute_kernels.backward.step import BackwardStep, SteppedConfig
-from cute_kernels.tile_scheduler import Sections
 from hopper.backward.batch import DenseBatch
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
@@ -300,15 +299,15 @@ def ampere_forward_on_numpy(
     sides: tuple[int, ...] = (),
     rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as the kernel of ``config`` without WGMMA leaves them; ``sides`` are those of its window."""
+    """out and lse as the kernel of ``config`` without WGMMA leaves them, which works on all heads of a batch together;
+    ``sides`` are those of its window."""
     batch, seqlen_q, heads, _ = q.shape
     out, lse = unwritten(q, v)
     arguments = Arguments()
     for tensor in (q, k, v, out):
         arguments.tensor(tensor, tuple(tensor.shape), tensor.stride()[:3])
     arguments.tensor(lse, tuple(lse.shape), lse.stride()[:2])
-    sections = Sections.even(heads, heads * batch)
-    arguments.add((rules.softcap or softmax_scale) * LOG2_E, heads // k.shape[2], *sections, *sides)
+    arguments.add((rules.softcap or softmax_scale) * LOG2_E, heads // k.shape[2], heads, batch - 1, *sides)
     arguments.rules(rules, softmax_scale)
     tiles = -(-seqlen_q // config.tile_m) * heads * batch
     arguments.launch(program_of(config), (tiles, 1, 1), timing)
@@ -373,8 +372,7 @@ def _finish_forward(
     of a head that may come behind all sections, one does."""
     (batch, seqlen_q, heads, _), kv_heads = q.shape, k.shape[2] * q.shape[0]
     group = heads * batch // kv_heads
-    sections = Sections(group, max(kv_heads - 2, 0))
-    arguments.add(softmax_scale * LOG2_E, *lengths_of(config, q, k), group, *sections)
+    arguments.add(softmax_scale * LOG2_E, *lengths_of(config, q, k), group, group, max(kv_heads - 2, 0))
     if config.has_divisors:
         m_blocks = -(-seqlen_q // config.tile_m)
         short = min(m_blocks - 1, 1) if config.ends_with_short_tiles else 0
@@ -512,10 +510,10 @@ def _launch_gradients(
     tail: tuple[int, ...] = ()
     if c.shortens:
         tail = DenseBatch(c).tail(*views, (int(scale_and_sides[1]),) if c.window else ())
-    if c.has_late_heads:
-        tail = DenseBatch(c).heads_of_section(*views, 1), DenseBatch(c).late_heads(*views)
-    elif c.has_sections:
+    if c.has_sections:
         tail = DenseBatch(c).even_sections(*views, 1)
+    if c.has_late_heads:
+        tail = tail[0], DenseBatch(c).late_heads(*views)
     arguments.add(*sizes, n_blocks, kv_heads, batch, *tail, n_blocks * kv_heads * batch, m_blocks)
     add_rules(arguments, rules)
     arguments.launch(program, (1, 1, 1), timing)
