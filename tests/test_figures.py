@@ -158,7 +158,6 @@ SUMS_OF_ONE_SIGN = " ".join(
 
 DROPOUT = "bf16-1x16k-h16-d128-full-dropout-0.1"
 WORST = "bf16-b1-s16384-h8-d256-causal"
-WORST_DROP_IN = "bf16-b8-s2048-h8-d256-causal"
 
 CLAIMS: list[tuple[str, str, Callable[[], Any]]] = [
     (
@@ -202,9 +201,8 @@ CLAIMS: list[tuple[str, str, Callable[[], Any]]] = [
     ),
     (
         "docs/limits.md",
-        "On N(0, 1) {:d} of the 36 cells of the [report](results/fp8.md) are ahead of the best peer. At head_dim "
-        "256 with a causal mask and 2k keys it has {:.3f} of FlashAttention-3's speed",
-        lambda: (sum(ratio >= 1 for ratio in drop_ins()), min(drop_ins())),
+        "On N(0, 1) all {:d} cells of the [report](results/fp8.md) are ahead of the best peer, the least by {:.1f} %.",
+        lambda: (sum(ratio >= 1 for ratio in drop_ins()), 100 * (min(drop_ins()) - 1)),
     ),
     (
         "docs/limits.md",
@@ -390,5 +388,5 @@ def test_cells_that_pages_name_are_those_behind() -> None:
     found = cells("forward")
     assert min(found, key=lambda cell: cell.ratio).problem.name == WORST
     assert all(cell.ratio >= 1 for cell in found)
-    assert [cell.problem.name for cell in cells("fp8") if cell.drop_in < 1] == [WORST_DROP_IN]
+    assert all(cell.drop_in >= 1 for cell in cells("fp8"))
     assert all(cell.ratio > 1 for cell in cells("backward"))
