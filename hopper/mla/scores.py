@@ -18,7 +18,7 @@ from hopper.forward.operands import Mmas
 from hopper.mla.boxes import wait_until_read
 from hopper.mla.config import MlaConfig
 from hopper.wgmma import keep_descriptor
-from hopper.wide.exchange import Exchange, WideBarrier, arrive
+from hopper.wide.exchange import WideBarrier, arrive
 from hopper.wide.operands import WideTensors, tile_state
 from hopper.wide.scores import LAST_STEPS, ScoresConsumer
 
@@ -46,13 +46,12 @@ class PartScores(LoopInvariant):
 
 
 class MlaScores(ScoresConsumer):
-    """``ScoresConsumer`` on a part of the keys of a sequence. ``smem.v`` has the parts of V, and ``inverse`` tells the
-    other warpgroup what O is multiplied by in the end. Rows of a WGMMA that no tile has are zero in Q, and stay zero in
-    P."""
+    """``ScoresConsumer`` on a part of the keys of a sequence. ``smem.v`` has the parts of V. Rows of a WGMMA that no
+    tile has are zero in Q, and stay zero in P."""
 
-    def __init__(self, config: MlaConfig, mmas: Mmas, smem: WideTensors, inverse: Exchange, *others: Any):
+    def __init__(self, config: MlaConfig, mmas: Mmas, smem: WideTensors, *others: Any):
         super().__init__(config, mmas, smem._replace(v=smem.v[0]), *others)
-        self.inverse, self.sV = inverse, smem.v
+        self.sV = smem.v
         qk, slice_of_qk = mmas.qk, mmas.qk.get_slice(0)
         of_others = (qk.make_fragment_B(slice_of_qk.partition_B(v)) for v in smem.v[1:])
         self.tSrVs = self.tSrV, *map(keep_descriptor, of_others)
@@ -94,13 +93,6 @@ class MlaScores(ScoresConsumer):
             before.reverse()
             self.pipes.v[0].consumer_release(before)
             self.owed.fill(0)
-
-    @cute.jit
-    def finish(self, factors: cute.Tensor):
-        """Tell what O is multiplied by in the end, and leave the first part of it in ``acc``, not multiplied."""
-        self.inverse.write_factors(factors)
-        arrive(WideBarrier.SUMMED)
-        warpgroup.wait_group(0)
 
     @cute.jit
     def _next_block(

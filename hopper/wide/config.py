@@ -36,7 +36,7 @@ REGISTERS = Registers(consumer=232, producer=40)
 not do."""
 
 ROW_FACTOR_BYTES = WARPGROUP_ROWS * 4
-"""Shared memory for a float32 a row, with which one warpgroup tells the other how to scale O."""
+"""Shared memory for a float32 a row, with which one warpgroup tells the other how to scale O; there are two of it."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,6 @@ class WideForwardConfig:
 
     head_dim = HEAD_DIM
     dropout = False
-    compares_bits = False
-    holds_values = True
     counts_from_end = False
     stores_first_apart = False
     few_keys = 0
@@ -98,10 +96,10 @@ class WideForwardConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Q, QV (or O in its place), K and V of each stage, P, the row factors and the barriers."""
-        rows = WARPGROUP_ROWS * (HEAD_DIM + self.head_dim_v + self.tile_n)
+        """Q, QV, K and V of each stage (or O in the place of one), P, the row factors and the barriers."""
+        rows = WARPGROUP_ROWS * (HEAD_DIM + self.qv * self.head_dim_v + self.tile_n)
         keys = self.stages * self.tile_n * (HEAD_DIM + self.head_dim_v)
-        return (rows + keys) * self.element_bytes + ROW_FACTOR_BYTES + BARRIER_BYTES
+        return (rows + keys) * self.element_bytes + 2 * ROW_FACTOR_BYTES + BARRIER_BYTES
 
     @property
     def name(self) -> str:
@@ -120,8 +118,10 @@ def validate_wide_config(config: WideForwardConfig) -> None:
     check_kind(c)
     if c.head_dim_v not in STAGES:
         raise ValueError(f"head_dim_v is {c.head_dim_v}, allowed: {', '.join(map(str, STAGES))}")
-    if c.tile_n % 16 or not 16 <= c.tile_n <= 64:
-        raise ValueError(f"tile_n is {c.tile_n}, allowed: multiples of 16 from 16 to 64")
+    if c.tile_n != WARPGROUP_ROWS:
+        raise ValueError(
+            f"tile_n is {c.tile_n}, allowed: {WARPGROUP_ROWS}, as O is staged in a block's place"
+        )
     if c.cluster not in (1, 2):
         raise ValueError(f"cluster is {c.cluster}, allowed: 1 or 2")
     if c.stages < 2:

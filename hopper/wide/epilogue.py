@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warp
+from cutlass.pipeline import PipelineState
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
@@ -14,12 +15,13 @@ from hopper.config import WARPGROUP_ROWS
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.store import DenseTmaStore
 from hopper.wide.config import WideForwardConfig
-from hopper.wide.operands import Place, WidePipelines, tile_state
+from hopper.wide.operands import Place, WidePipelines
 
 
 @dataclass(frozen=True)
 class WideEpilogue(LoopInvariant):
-    """Writes one ``half`` of the columns of 64 rows, which are staged in the place of QV, and releases Q and QV."""
+    """Writes one ``half`` of the columns of 64 rows, which are staged in the place of the last block's V, and gives
+    that back."""
 
     config: WideForwardConfig
     store: DenseTmaStore
@@ -37,25 +39,28 @@ class WideEpilogue(LoopInvariant):
         inverse_sum: cute.Tensor,
         coordinates: tuple,
         seqlens: SeqlenInfo,
-        q_phase: Int32,
+        state: PipelineState,
     ):
-        """``coordinates`` are m_block and head."""
+        """``coordinates`` are m_block and head, ``state`` is where the last block's V lies."""
         m_block, head = coordinates
+        stage = half * self.config.stages + state.index
         normalize_rows(acc, inverse_sum)
-        self._registers_to_shared(acc, self.store.o.smem[None, None, half])
+        # A warp's product may be done while that of another one still reads V.
+        sync_warpgroup(half)
+        self._registers_to_shared(acc, self.store.o.smem[None, None, stage])
         cute.arch.fence_view_async_shared()
         sync_warpgroup(half)
         if self.warp_in_group == 0:
-            self._start(half, self.place.own(m_block), head, seqlens)
+            self._start(half, stage, self.place.own(m_block), head, seqlens)
             # Whichever lane issued the copy, no lane of the warp goes on before it has been read.
             self.store.wait()
             cute.arch.sync_warp()
-        self.pipes.q.consumer_release(tile_state(q_phase))
+        self.pipes.v[half].consumer_release(state)
 
-    def _start(self, half: int, m_block: Int32, head: Int32, seqlens: SeqlenInfo) -> None:
+    def _start(self, half: int, stage: Int32, m_block: Int32, head: Int32, seqlens: SeqlenInfo) -> None:
         o, tile = self.store.o, (WARPGROUP_ROWS, self.config.half)
         tOsO, tOgO = o.partition(tile, (m_block, half), head, seqlens.rows_q)
-        cute.copy(o.atom, tOsO[None, half], tOgO)
+        cute.copy(o.atom, tOsO[None, stage], tOgO)
         cute.arch.cp_async_bulk_commit_group()
 
     def _registers_to_shared(self, acc: cute.Tensor, sO: cute.Tensor) -> None:

@@ -14,8 +14,7 @@ from hopper.wide.operands import WideSmem
 
 
 class WideBarrier(IntEnum):
-    """Hardware ids. 1 and 2 are of one warpgroup each (``sync_warpgroup``), these of both. SUMMED is of kernels that
-    decode over a latent."""
+    """Hardware ids. 1 and 2 are of one warpgroup each (``sync_warpgroup``), these of both."""
 
     WRITTEN = 3
     SCORED = 4
@@ -47,9 +46,11 @@ class Exchange(LoopInvariant):
     The first one writes when the second has READ what was there, and says WRITTEN. By SCORED it says that the WGMMAs of
     its next scores are nearly done, so that the tensor cores are free for P V of the second.
 
-    No barrier is arrived at twice before the other side has waited for it: the first one arrives at WRITTEN and SCORED
-    after a wait for READ, and the second one at READ after it has waited for both. At the end of a tile, when factors
-    are handed on without P, both sides leave out SCORED.
+    What O is multiplied by in the end is handed over by an exchange of its own, whose factors are SUMMED once a tile
+    and read before the P of the last block is said to be.
+
+    No barrier is arrived at twice before the other side has waited for it: the first one arrives at WRITTEN, SCORED and
+    SUMMED after a wait for READ, and the second one at READ after it has waited for all.
     """
 
     def __init__(self, smem: WideSmem, warp_in_group: Int32, lane: Int32):

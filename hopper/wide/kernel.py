@@ -22,28 +22,28 @@ from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.operands import Work
-from hopper.forward.precision import SixteenBits
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
 from hopper.wide.config import CONSUMERS, WideForwardConfig, validate_wide_config
 from hopper.wide.epilogue import WideEpilogue
-from hopper.wide.exchange import Exchange, WideBarrier, arrive, sync_cluster, wait
+from hopper.wide.exchange import Exchange, sync_cluster
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, WideSmem, WideTensors
 from hopper.wide.producer import DenseLoads, WideProducer
 from hopper.wide.products import tiled_mmas, values_mma
 from hopper.wide.scores import ScoresConsumer
+from hopper.wide.softmax import make_softmax
 from hopper.wide.tiles import ClusterTileScheduler
 from hopper.wide.values import ValuesConsumer
 
 
 class WideLayouts(NamedTuple):
-    """Staged, swizzled layouts in shared memory. QV and O share theirs, of both halves; V's stages are those of the
-    first half, then those of the second."""
+    """Staged, swizzled layouts in shared memory. V's stages are those of the first half, then those of the second; O
+    has theirs. QV's are its halves."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
     v: cute.ComposedLayout
-    qv: cute.ComposedLayout
     p: cute.ComposedLayout
+    qv: cute.ComposedLayout
 
 
 class WideArguments(NamedTuple):
@@ -71,22 +71,25 @@ class WideForwardKernel:
 
     | pipeline | stages | what a full stage holds | empty when |
     |---|---|---|---|
-    | q | 1 | Q and QV of a tile | O, staged in QV's place, has left |
+    | q | 1 | Q and QV of a tile | S of the last block has read them |
     | k | `stages` | K of a block | S of all CTAs of the cluster has read it |
-    | v, first half | `stages` | half of the columns of V | so has S with `qv`, and P V of the scores' warpgroups |
+    | v, first half | `stages` | half of the columns of V | so has P V of the scores' warpgroups |
     | v, second half | `stages` | the other half | so has S with `qv`, and P V of the values' warpgroups |
     | mailbox | 2 | the number of a tile | all consumer warps have read it, of a cluster the producers too |
 
     | named barrier | id | threads | orders |
     |---|---|---|---|
     | of one warpgroup | 1, 2 | 128 | the staging of O |
-    | WRITTEN, SCORED, READ | 3, 4, 5 | 256 | the exchange of P (``Exchange``) |
+    | WRITTEN, SCORED, READ, SUMMED | 3 to 6 | 256 | the exchange of P (``Exchange``) |
 
     Key blocks in time, the tensor cores in the middle (S is the scores of a block, A and B are P V of the two halves, ~
     is softmax)::
 
         scores             ~~~~~~~~~           ~~~~~~~~~
         tensor cores  S1   B0         A1  S2   B1         A2  S3 ...
+
+    O is staged in the place of the last block's V, which is given back when it has left. So Q, QV and the first block
+    of the next tile are on their way under the last P V of this one.
 
     The grid is persistent. The CTAs of a cluster have 64 queries of a tile each and walk over the same key blocks, of
     which each loads a part for all by multicast. The first CTA claims the tiles (``ClusterTileScheduler``).
@@ -95,9 +98,8 @@ class WideForwardKernel:
     def __init__(self, config: WideForwardConfig):
         validate_wide_config(config)
         self.config, self.dtype = config, DSL_DTYPES[config.dtype]
-        # ``WideForwardConfig`` has all that these read of a ``ForwardConfig``.
+        # ``WideForwardConfig`` has all that this reads of a ``ForwardConfig``.
         self.batch = PackedBatch(config) if config.layout == VARLEN else DenseBatch(config)
-        self.precision = SixteenBits(config)
 
     @cute.jit
     def __call__(
@@ -169,7 +171,7 @@ class WideForwardKernel:
             make(load, views.q, layouts.q, (rows, c.head_dim)),
             make(load_keys, views.k, layouts.k, (c.tile_n, c.head_dim), c.cluster),
             make(load_keys, views.v, layouts.v, (c.tile_n, half), c.cluster),
-            make(store, views.o, layouts.qv, (rows, half)),
+            make(store, views.o, layouts.v, (rows, half)),
             tuple(make(load, qv, layouts.qv, (rows, half)) for qv in views.qv),
         )
 
@@ -191,17 +193,16 @@ class WideForwardKernel:
     ):
         c, layouts = self.config, self._smem_layouts()
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage(layouts))
-        wide = storage.qv.get_tensor(layouts.qv.outer, swizzle=layouts.qv.inner)
-        smem = WideTensors(
-            *(
-                getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
-                for name, layout in (("q", layouts.q), ("k", layouts.k), ("v", layouts.v))
-            ),
-            wide,
-            (wide,) if const_expr(c.qv) else (),
+        sQ, sK, sV, sP, *sQV = (
+            getattr(storage, name).get_tensor(layout.outer, swizzle=layout.inner)
+            for name, layout in zip(WideLayouts._fields[: 4 + c.qv], layouts, strict=False)
         )
-        sP = storage.p.get_tensor(layouts.p.outer, swizzle=layouts.p.inner)[None, None, 0]
-        exchanged = WideSmem(sP, storage.factors.get_tensor(cute.make_layout(WARPGROUP_ROWS)))
+        smem = WideTensors(sQ, sK, sV, sV, tuple(sQV))
+        row_factors = cute.make_layout(WARPGROUP_ROWS)
+        exchanged, told = (
+            WideSmem(sP[None, None, 0], factors.get_tensor(row_factors))
+            for factors in (storage.factors, storage.inverse)
+        )
 
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
@@ -234,16 +235,16 @@ class WideForwardKernel:
         else:
             cute.arch.setmaxregister_increase(c.registers.consumer)
             warp = warp_idx % WARPS_PER_WARPGROUP
-            exchange = Exchange(exchanged, warp, lane)
+            exchange, inverse = Exchange(exchanged, warp, lane), Exchange(told, warp, lane)
             mmas = tiled_mmas(c, self.dtype)
             epilogue = WideEpilogue(c, store, pipes, mmas.pv, place, warp, lane)
             if warp_idx < 2 * WARPS_PER_WARPGROUP:
-                softmax = self.precision.make_softmax(scale_log2, sinks, storage)
-                consumer = ScoresConsumer(c, mmas, smem, pipes, exchange, softmax)
+                softmax = make_softmax(scale_log2, sinks, self.dtype)
+                consumer = ScoresConsumer(c, mmas, smem, inverse, pipes, exchange, softmax)
                 self._score(work, consumer, epilogue)
             else:
                 mma = values_mma(c.half, self.dtype, warpgroup.OperandSource.SMEM)
-                values = ValuesConsumer(c, mma, smem.v, exchanged, pipes, exchange)
+                values = ValuesConsumer(c, mma, smem.v, exchanged, inverse, pipes, exchange)
                 self._sum_values(work, values, epilogue)
         if const_expr(c.cluster > 1):
             # The other CTA may still load for this one, or arrive at a barrier in it.
@@ -277,14 +278,13 @@ class WideForwardKernel:
             last_row = seqlens.seqlen_q - 1
             rows = tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
             softmax.enter_tile(rows, head, batch)
-            kv_state = consumer.attend(scores, blocks, kv_state, q_phase)
+            kv_state = consumer.start(scores, blocks, kv_state, q_phase)
             inverse_sum, lse = (cute.make_rmem_tensor(ROWS_PER_THREAD, Float32) for _ in range(2))
             softmax.finalize(inverse_sum, lse, head // work.heads_per_kv_head, batch)
-            wait(WideBarrier.READ)
-            consumer.exchange.write_factors(inverse_sum)
-            arrive(WideBarrier.WRITTEN)
+            consumer.finish(inverse_sum)
             epilogue.store.lse(lse, head, seqlens, row, lane)
-            epilogue.finish(FIRST_HALF, consumer.acc, inverse_sum, (m_block, head), seqlens, q_phase)
+            epilogue.finish(FIRST_HALF, consumer.acc, inverse_sum, (m_block, head), seqlens, kv_state)
+            kv_state.advance()
             q_phase ^= 1
             tile = work.scheduler.receive(mail_state)
             mail_state.advance()
@@ -294,17 +294,15 @@ class WideForwardKernel:
         """The second consumer warpgroup: sum P V of each tile and store its half."""
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.stages)
         mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
-        q_phase = Int32(0)
         consumer.exchange.prime()
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
             m_block, head, batch = work.order.coordinates(tile)
             blocks = work.key_blocks(m_block, head, batch)
             kv_state = consumer.attend(blocks.count, kv_state)
-            inverse_sum = consumer.receive_inverse_sum()
             seqlens = work.seqlens.of(batch)
-            epilogue.finish(SECOND_HALF, consumer.acc, inverse_sum, (m_block, head), seqlens, q_phase)
-            q_phase ^= 1
+            epilogue.finish(SECOND_HALF, consumer.acc, consumer.factors, (m_block, head), seqlens, kv_state)
+            kv_state.advance()
             tile = work.scheduler.receive(mail_state)
             mail_state.advance()
 
@@ -315,7 +313,7 @@ class WideForwardKernel:
         barriers_v, keys = storage.barriers_v.data_ptr(), c.tile_n * c.half
         second = both if c.qv else one
         return WidePipelines(
-            self._tma_pipeline(storage.barriers_q.data_ptr(), 1, both, queries, 1),
+            self._tma_pipeline(storage.barriers_q.data_ptr(), 1, one, queries, 1),
             self._tma_pipeline(
                 storage.barriers_k.data_ptr(), c.stages, one, c.tile_n * c.head_dim, c.cluster
             ),
@@ -345,13 +343,15 @@ class WideForwardKernel:
             q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, 1, self.dtype),
             k=swizzled_layout(c.tile_n, c.head_dim, c.stages, self.dtype),
             v=swizzled_layout(c.tile_n, c.half, 2 * c.stages, self.dtype),
-            qv=swizzled_layout(WARPGROUP_ROWS, c.half, 2, self.dtype),
             p=swizzled_layout(WARPGROUP_ROWS, c.tile_n, 1, self.dtype),
+            qv=swizzled_layout(WARPGROUP_ROWS, c.half, 2, self.dtype),
         )
 
     def _shared_storage(self, layouts: WideLayouts) -> type:
         c, dtype = self.config, self.dtype
         sizes = WideLayouts(*(cute.cosize(layout.outer) for layout in layouts))
+        if not c.qv:
+            sizes = sizes._replace(qv=0)
 
         @cute.struct
         class SharedStorage:
@@ -361,6 +361,7 @@ class WideForwardKernel:
             barriers_mailbox: cute.struct.MemRange[cutlass.Int64, 2 * MAILBOX_STAGES]
             mailbox: cute.struct.MemRange[Int32, MAILBOX_STAGES]
             factors: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUP_ROWS], 16]
+            inverse: cute.struct.Align[cute.struct.MemRange[Float32, WARPGROUP_ROWS], 16]
             q: cute.struct.Align[cute.struct.MemRange[dtype, sizes.q], 1024]
             k: cute.struct.Align[cute.struct.MemRange[dtype, sizes.k], 1024]
             v: cute.struct.Align[cute.struct.MemRange[dtype, sizes.v], 1024]

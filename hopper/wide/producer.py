@@ -1,5 +1,7 @@
 """The producer warp of the kernel for wide values: every TMA load, tile after tile."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -7,6 +9,7 @@ from cutlass import Int32
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.operands import Work
@@ -15,33 +18,45 @@ from hopper.wide.config import WideForwardConfig
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, Place, WidePipelines, WideTensors, tile_state
 
 
+class KeyTensors(NamedTuple):
+    """Shared memory and global memory of the key blocks of a tile, for TMA: K (stages) and (blocks), V (stages of both
+    halves) and (blocks, halves), each behind the elements of a copy."""
+
+    sK: cute.Tensor
+    gK: cute.Tensor
+    sV: cute.Tensor
+    gV: cute.Tensor
+
+
 class DenseLoads(LoopInvariant):
-    """How a key block reaches shared memory: K, then the halves of V in the order in which they become free. In a
-    cluster each CTA loads a part of the block for all."""
+    """How a key block reaches shared memory. In a cluster each CTA loads a part of the block for all."""
 
     def __init__(self, config: WideForwardConfig, operands: WideTensors, pipes: WidePipelines, place: Place):
         self.config, self.k, self.v, self.pipes, self.place = config, operands.k, operands.v, pipes, place
 
-    @cute.jit
-    def load(
-        self, head_kv: Int32, blocks: KeyBlocks, state: pipeline.PipelineState
-    ) -> pipeline.PipelineState:
-        """Issue the loads of all key blocks of a tile; returns the state of the pipelines after it."""
-        c, rows = self.config, blocks.seqlens.rows_k
+    def of_tile(self, head_kv: Int32, seqlens: SeqlenInfo) -> KeyTensors:
+        """The keys of a sequence and a head."""
+        c, rows = self.config, seqlens.rows_k
         share = self.place.rank, self.place.cluster
-        tKsK, tKgK = self.k.partition((c.tile_n, c.head_dim), (None, 0), head_kv, rows, share)
-        tVsV, tVgV = self.v.partition((c.tile_n, c.half), (None, None), head_kv, rows, share)
-        n_block = blocks.last
-        for _ in cutlass.range(blocks.count, unroll=1):
-            self._load(self.pipes.k, self.k.atom, tKgK[None, n_block], tKsK[None, state.index], state)
-            for half in cutlass.range_constexpr(2):
-                stage = half * c.stages + state.index
-                self._load(
-                    self.pipes.v[half], self.v.atom, tVgV[None, n_block, half], tVsV[None, stage], state
-                )
-            state.advance()
-            n_block -= 1
-        return state
+        return KeyTensors(
+            *self.k.partition((c.tile_n, c.head_dim), (None, 0), head_kv, rows, share),
+            *self.v.partition((c.tile_n, c.half), (None, None), head_kv, rows, share),
+        )
+
+    @cute.jit
+    def start(self, keys: KeyTensors, n_block: Int32, state: pipeline.PipelineState):
+        """K of a block and the first half of V, which become free before the second."""
+        self._load(self.pipes.k, self.k.atom, keys.gK[None, n_block], keys.sK[None, state.index], state)
+        self._load_half(keys, n_block, FIRST_HALF, state)
+
+    @cute.jit
+    def finish(self, keys: KeyTensors, n_block: Int32, state: pipeline.PipelineState):
+        """The second half of V."""
+        self._load_half(keys, n_block, SECOND_HALF, state)
+
+    def _load_half(self, keys: KeyTensors, n_block: Int32, half: int, state: pipeline.PipelineState) -> None:
+        source, target = keys.gV[None, n_block, half], keys.sV[None, half * self.config.stages + state.index]
+        self._load(self.pipes.v[half], self.v.atom, source, target, state)
 
     @cute.jit
     def _load(
@@ -59,7 +74,8 @@ class DenseLoads(LoopInvariant):
 
 
 class WideProducer(LoopInvariant):
-    """Claims tiles and loads them: Q and QV once a tile, K and V once a key block."""
+    """Claims tiles and loads them: K and V once a key block, Q and QV once a tile. The first block's K and half of V
+    go first, as their stages are free while Q and QV of the tile before are still in use."""
 
     def __init__(
         self, config: WideForwardConfig, operands: WideTensors, pipes: WidePipelines, loads: DenseLoads
@@ -74,10 +90,19 @@ class WideProducer(LoopInvariant):
         q_phase = Int32(1)
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
-            m_block, head, batch = work.order.coordinates(tile)
+            m_block, head, batch = map(cute.arch.make_warp_uniform, work.order.coordinates(tile))
             blocks = work.key_blocks(m_block, head, batch)
+            keys = self.loads.of_tile(head // work.heads_per_kv_head, blocks.seqlens)
+            n_block = blocks.last
+            self.loads.start(keys, n_block, kv_state)
             self._load_queries(self.place.own(m_block), head, blocks, q_phase)
-            kv_state = self.loads.load(head // work.heads_per_kv_head, blocks, kv_state)
+            self.loads.finish(keys, n_block, kv_state)
+            kv_state.advance()
+            for _ in cutlass.range(blocks.count - 1, unroll=1):
+                n_block -= 1
+                self.loads.start(keys, n_block, kv_state)
+                self.loads.finish(keys, n_block, kv_state)
+                kv_state.advance()
             q_phase ^= 1
             tile = work.scheduler.claim(mail_state)
             mail_state.advance()

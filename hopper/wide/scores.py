@@ -1,5 +1,7 @@
 """The first consumer warpgroup: all scores of 64 queries, their softmax, and the first half of the columns of O."""
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -21,24 +23,37 @@ from hopper.wide.exchange import Exchange, WideBarrier, arrive, wait
 from hopper.wide.operands import FIRST_HALF, SECOND_HALF, WidePipelines, WideTensors, tile_state
 
 LAST_STEPS = 4
-"""Of QV V^T, 16 columns deep each: a group of WGMMAs by themselves (``_continue_scores``)."""
+"""Of QV V^T, 16 columns deep each: a group of WGMMAs by themselves (``_add_second_half``)."""
+
+
+@dataclass(frozen=True)
+class TileScores(LoopInvariant):
+    """What is done to the scores of a ``tile``, of whose key blocks ``first`` is visited last."""
+
+    tile: ScoreTile
+    first: Int32
+
+    def finish(self, acc_S: cute.Tensor, n_block: Int32, is_masked: bool) -> None:
+        self.tile.finish(acc_S, n_block, is_masked)
 
 
 class ScoresConsumer(LoopInvariant):
     """S = Q K^T + QV V^T of a key block is issued behind P V of the block before it, and its softmax runs under P V of
-    the other warpgroup. ``acc`` is O in the first half of its columns."""
+    the other warpgroup. ``acc`` is O in the first half of its columns. ``inverse`` tells the other warpgroup what O is
+    multiplied by in the end."""
 
     def __init__(
         self,
         config: WideForwardConfig,
         mmas: Mmas,
         smem: WideTensors,
+        inverse: Exchange,
         pipes: WidePipelines,
         exchange: Exchange,
         softmax: OnlineSoftmax,
     ):
         self.config, self.mmas, self.pipes = config, mmas, pipes
-        self.exchange, self.softmax = exchange, softmax
+        self.inverse, self.exchange, self.softmax = inverse, exchange, softmax
         qk = mmas.qk.get_slice(0)
         self.tSrQ = keep_descriptor(mmas.qk.make_fragment_A(qk.partition_A(smem.q)))
         self.tSrK = keep_descriptor(mmas.qk.make_fragment_B(qk.partition_B(smem.k)))
@@ -53,14 +68,13 @@ class ScoresConsumer(LoopInvariant):
         self.copy_of_p = cute.make_rmem_tensor(self._make_acc_S().layout, mmas.pv.op.a_dtype)
 
     @cute.jit
-    def attend(
-        self, scores: ScoreTile, blocks: KeyBlocks, state: PipelineState, q_phase: Int32
+    def start(
+        self, tile: ScoreTile, blocks: KeyBlocks, state: PipelineState, q_phase: Int32
     ) -> PipelineState:
-        """Leave half of one tile's O, not yet normalised, in ``acc``, and its row statistics in ``softmax``.
-
-        Visits ``blocks`` from the last to the first. Returns the state of the pipelines after the tile.
-        """
+        """Key blocks from the last to the first, until P V of the last one is under way by both warpgroups, and all
+        sums are in ``softmax``. Returns the state of the pipelines for the last one."""
         unmasked = blocks.unmasked
+        scores = TileScores(tile, blocks.begin)
         self.pipes.q.consumer_wait(tile_state(q_phase))
         self.acc.fill(0.0)
         self._first_block(scores, blocks.last, state)
@@ -83,13 +97,18 @@ class ScoresConsumer(LoopInvariant):
         self._start_product(state)
         self._hand_over()
         arrive(WideBarrier.SCORED)
-        warpgroup.wait_group(0)
-        self.pipes.v[FIRST_HALF].consumer_release(state)
-        state.advance()
         return state
 
     @cute.jit
-    def _first_block(self, scores: ScoreTile, n_block: Int32, state: PipelineState):
+    def finish(self, factors: cute.Tensor):
+        """Tell what O is multiplied by in the end, and leave half of it in ``acc``, not multiplied. Its part of V is
+        not given back."""
+        self.inverse.write_factors(factors)
+        arrive(WideBarrier.SUMMED)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def _first_block(self, scores: TileScores, n_block: Int32, state: PipelineState):
         """S and P of the first block, which is always masked: it holds the end of the sequence."""
         acc_S = self._make_acc_S()
         self._start_scores(acc_S, state)
@@ -101,7 +120,7 @@ class ScoresConsumer(LoopInvariant):
 
     @cute.jit
     def _next_block(
-        self, scores: ScoreTile, n_block: Int32, state: PipelineState, is_masked: cutlass.Constexpr[bool]
+        self, scores: TileScores, n_block: Int32, state: PipelineState, is_masked: cutlass.Constexpr[bool]
     ) -> PipelineState:
         """P V of the block at ``state``, then S and P of block ``n_block``, at the state that is returned."""
         next_state = state.clone()
@@ -109,12 +128,14 @@ class ScoresConsumer(LoopInvariant):
         acc_S = self._make_acc_S()
         self._start_product(state)
         self._hand_over()
-        self._start_scores(acc_S, next_state)
+        self._start_scores(acc_S, next_state, closes=not self.config.qv)
+        if const_expr(self.config.qv):
+            self._add_first_half(acc_S, next_state)
         # Before the rest of S is issued, which takes until most of it is done.
         warpgroup.wait_group(1)
         self.pipes.v[FIRST_HALF].consumer_release(state)
         if const_expr(self.config.qv):
-            self._continue_scores(acc_S, next_state)
+            self._add_second_half(acc_S, next_state)
             warpgroup.wait_group(1)
         arrive(WideBarrier.SCORED)
         warpgroup.wait_group(0)
@@ -131,24 +152,28 @@ class ScoresConsumer(LoopInvariant):
 
     @cute.jit
     def _start_scores(self, acc_S: cute.Tensor, state: PipelineState, closes: cutlass.Constexpr[bool] = True):
-        """Start Q K^T of the block at ``state``, as a group of WGMMAs; ``closes`` as in ``issue_gemm``."""
+        """Start Q K^T of the block at ``state``; ``closes`` as in ``issue_gemm``."""
         self.pipes.k.consumer_wait(state)
         tSrQ, tSrK = self.tSrQ[None, None, None, 0], self.tSrK[None, None, None, state.index]
         issue_gemm(self.mmas.qk, acc_S, tSrQ, tSrK, False, closes)
 
     @cute.jit
     def _continue_scores(self, acc_S: cute.Tensor, state: PipelineState):
-        """Add QV V^T, as two groups of WGMMAs. The last is of 64 columns: when only these are left, it is time to tell
-        the other warpgroup, which takes as long to hear of it."""
-        qk = self.mmas.qk
-        self.pipes.v[FIRST_HALF].consumer_wait(state)
-        tSrV = self.tSrV[None, None, None, state.index]
-        issue_gemm(qk, acc_S, self.tSrQV[0][None, None, None, FIRST_HALF], tSrV, True, closes=False)
+        """Add QV V^T."""
+        self._add_first_half(acc_S, state)
         self._add_second_half(acc_S, state)
 
     @cute.jit
+    def _add_first_half(self, acc_S: cute.Tensor, state: PipelineState):
+        """Add that of the first half of the columns, as the end of the group of WGMMAs that Q K^T began."""
+        self.pipes.v[FIRST_HALF].consumer_wait(state)
+        tSrQV = self.tSrQV[0][None, None, None, FIRST_HALF]
+        issue_gemm(self.mmas.qk, acc_S, tSrQV, self.tSrV[None, None, None, state.index], True)
+
+    @cute.jit
     def _add_second_half(self, acc_S: cute.Tensor, state: PipelineState):
-        """Add that of the second half of the columns, as the two groups of ``_continue_scores``."""
+        """Add that of the second half, as two groups of WGMMAs. The last is of 64 columns: when only these are left, it
+        is time to tell the other warpgroup, which takes as long to hear of it."""
         qk, stages = self.mmas.qk, self.config.stages
         self.pipes.v[SECOND_HALF].consumer_wait(state)
         tSrQV = self.tSrQV[0][None, None, None, SECOND_HALF]
@@ -167,13 +192,16 @@ class ScoresConsumer(LoopInvariant):
     @cute.jit
     def _make_p(
         self,
-        scores: ScoreTile,
+        scores: TileScores,
         acc_S: cute.Tensor,
         n_block: Int32,
         is_masked: cutlass.Constexpr[bool],
         is_first: cutlass.Constexpr[bool],
     ):
-        """P of a block, in registers and for the other warpgroup, and O shrunk for a new maximum."""
+        """P of a block, in registers and for the other warpgroup, and O shrunk for a new maximum. Q and QV are given
+        back behind the last S."""
+        if n_block == scores.first:
+            self.pipes.q.consumer_release(tile_state(Int32(0)))
         scores.finish(acc_S, n_block, is_masked)
         self.softmax.take_scores(acc_S, is_first)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):

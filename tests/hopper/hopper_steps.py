@@ -349,10 +349,17 @@ def _lop3(name: str, ops: list[str]) -> Step:
 # across lanes
 
 
+def _meet(warp: Warp, mask: np.ndarray, members: str) -> None:
+    """All lanes that an instruction names must come to it: it waits for each."""
+    named = int(warp.get(members, np.uint32)[mask][0]) >> LANE & 1
+    assert (named == mask).all(), "some lanes that an instruction waits for do not come to it"
+
+
 def _shfl(name: str, ops: list[str]) -> Step:
     target, is_butterfly, is_up = ops[0].partition("|")[0], ".bfly." in name, ".up." in name
 
     def step(warp: Warp, mask: np.ndarray) -> None:
+        _meet(warp, mask, ops[-1])
         value, other = warp.get(ops[1], np.uint32), warp.get(ops[2], np.int32)
         source = other
         if is_butterfly:
@@ -366,6 +373,7 @@ def _shfl(name: str, ops: list[str]) -> Step:
 
 def _vote(name: str, ops: list[str]) -> Step:
     def step(warp: Warp, mask: np.ndarray) -> None:
+        _meet(warp, mask, ops[-1])
         value = warp.get(ops[1], np.bool_)
         if ".ballot." in name:
             bits = int(((value & mask).astype(np.uint64) << np.arange(LANES, dtype=np.uint64)).sum())
