@@ -106,8 +106,9 @@ class Setting:
     only: tuple[str, ...] = ()
 
     def wants(self, *ways: str) -> bool:
-        """Whether one of these ways is to be measured."""
-        return not self.only or any(way in self.only for way in ways)
+        """Whether one of these ways is to be measured: by its name, with the pass behind a comma or without."""
+        names = {name for way in ways for name in (way, way.rpartition(", ")[0])}
+        return not self.only or not names.isdisjoint(self.only)
 
     def methods(self, shape: Shape) -> tuple[str, ...]:
         """What runs a shape."""
@@ -218,6 +219,8 @@ def cells_of(s: Setting, shape: Shape, kinds: tuple[str, ...]) -> dict[str, Cell
             of_fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
             found[f"{method} FP8, forward"] = Cell(FORWARD, forward(of_fp8, local))
     wanted = [way for way in found if s.wants(way)]
+    if not wanted:
+        raise ValueError(f"--only is {', '.join(s.only)}, allowed: {'; '.join(found)}")
     # One GPU is what efficiency is over.
     beside = {f"one GPU{' FP8' * (' FP8' in way)}, {found[way].kind}" for way in wanted}
     return {way: cell for way, cell in found.items() if way in wanted or way in beside}

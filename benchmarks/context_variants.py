@@ -27,21 +27,22 @@ class OwnMemory:
     layout: str
 
 
-class WrittenExchange(PushedExchange):
-    """Gradients are written into the memory of those that want them too, and copied out of it."""
+class CopyingExchange(PushedExchange):
+    """Q, K and V of the heads are always copied out of the buffer, beside the attention to them."""
+
+    def receive(self, brought: Brought, may_stay: bool) -> Guest:
+        return super().receive(brought, False)
+
+
+class WrittenExchange(CopyingExchange):
+    """Gradients are written into the memory of those that want them too, and copied out of it: not over Q, K and V,
+    so that these are copied as well."""
 
     def offer(self, like: Sequence[Tensor], layout: str) -> Any:
         return OwnMemory(tuple(x.new_empty(x.shape) for x in like), layout)
 
     def take_rows(self, offered: Any) -> list[Tensor]:
         return self.to_rows(offered.tensors, offered.layout)
-
-
-class CopyingExchange(PushedExchange):
-    """Q, K and V of the heads are always copied out of the buffer, beside the attention to them."""
-
-    def receive(self, brought: Brought, may_stay: bool) -> Guest:
-        return super().receive(brought, False)
 
 
 def shared(ranks: Ranks, device: torch.device, nbytes: int) -> PeerMemory:
