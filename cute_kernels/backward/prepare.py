@@ -85,10 +85,15 @@ class PrepareKernel:
         for first in cutlass.range_constexpr(0, steps, ROWS_UNDER_WAY):
             rows = [first_row + i * rows_at_once for i in range(first, min(first + ROWS_UNDER_WAY, steps))]
             loaded = [self._load(inputs, place, row) for row in rows]
-            if const_expr(first == 0 and not self.config.stores_first):
+            if const_expr(first == 0 and self._clears_sums):
                 self._clear(sums)
             for row, (parts, numbers) in zip(rows, loaded, strict=True):
                 self._write(results, (place[2], place[1], row), parts, numbers, left_out)
+
+    @property
+    def _clears_sums(self) -> bool:
+        """Whether there are sums to clear."""
+        return not self.config.stores_first
 
     @cute.jit
     def _load(self, inputs: tuple, place: tuple, row: Int32) -> tuple:
@@ -147,11 +152,16 @@ class PackedPrepareKernel(PrepareKernel):
     sequence with no more than FEW_KEYS has nothing else: the kernel, which knows P and dP, adds the sum of their
     products, and not that of O in 16 bits.
 
-    Before a kernel that clears sums itself (``config.clears_ahead``) those of query tiles that have rows and keys are
-    left as they are. Others become 0: those of sequences without keys, and of rows that are in no sequence. So does its
-    counter: SCHEDULER_WORDS, CLEARING_WORDS and one for each query tile of all heads. Sequences that overlap, which no
+    Before a kernel that clears sums itself (``config.clears_ahead``), or whose first key tile of each query tile stores
+    (``config.stores_first``), those of query tiles that have rows and keys are left as they are. Others become 0: those
+    of sequences without keys, and of rows that are in no sequence. So does the counter of a kernel that clears sums:
+    SCHEDULER_WORDS, CLEARING_WORDS and one for each query tile of all heads. Sequences that overlap, which no
     caller may give, can have more key tiles than the plan has room for: dQ of theirs is then anything.
     """
+
+    @property
+    def _clears_sums(self) -> bool:
+        return True
 
     @cute.jit
     def __call__(
@@ -196,7 +206,7 @@ class PackedPrepareKernel(PrepareKernel):
             self._clear_counter(mCounter, head * mSums.shape[1] + tile)
         place = find_query_tile(mPlan, sequences, mO.shape[0], tile, self.config.tile_m)
         sums = mSums[head, tile, None, None]
-        if const_expr(self.config.clears_ahead):
+        if const_expr(self.config.clears_ahead or self.config.stores_first):
             sums = self._without_visited(sums, place)
         self._prepare_packed((mO, mdO, mLSE, mdLSE, mLSE2, mDelta), place, head, sums)
 

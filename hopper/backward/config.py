@@ -165,7 +165,8 @@ class BackwardConfig:
     def has_late_heads(self) -> bool:
         """Whether the last heads of those with sections come from their longest walks on, and add dQ in that order.
         Where the first key tile only adds, couriers of head_dim 96 have no register for it; there it was not timed."""
-        return self.stores_first and self.causal and self.head_dim != SPILLING_HEAD_DIM
+        is_turned = self.stores_first and self.has_sections and self.causal
+        return is_turned and self.head_dim != SPILLING_HEAD_DIM
 
     @property
     def rows_apart(self) -> int:
@@ -393,8 +394,7 @@ def validate_backward_config(config: BackwardConfig) -> None:
         )
     if c.stores_first and not gains_by_storing(c):
         raise ValueError(
-            f"stores_first is True in {c.name}, allowed: with ordered, plain scores, dense sequences and no mask but "
-            "a causal one"
+            f"stores_first is True in {c.name}, allowed: with ordered, plain scores and no mask but a causal one"
         )
     if c.few_keys and c.layout == DENSE:
         raise ValueError(f"few_keys is True with layout {c.layout!r}, allowed: 'varlen'")
@@ -483,10 +483,11 @@ def gains_by_clearing_ahead(config: BackwardConfig) -> bool:
 
 
 def gains_by_storing(config: BackwardConfig) -> bool:
-    """Whether ``stores_first`` serves a config. In a window, on packed sequences and by lists there may be query tiles
-    that no key tile visits."""
+    """Whether ``stores_first`` serves a config. In a window and by lists there may be query tiles that no key tile
+    visits; of packed sequences those without keys have such tiles, whose sums ``prepare`` clears."""
     c = config
-    return c.ordered and c.is_plain and not c.block_lists
+    is_changed = c.softcap or c.alibi or c.dropout or c.functions
+    return c.ordered and not (is_changed or c.window or c.block_lists)
 
 
 def select_strip_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:

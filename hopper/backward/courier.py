@@ -8,11 +8,12 @@ from cutlass.pipeline import PipelineAsync, PipelineState
 from cute_kernels.backward.turns import count_up, wait_for_turn
 from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.problem import DENSE
 from cute_kernels.query_range import Visit
 from cute_kernels.tile_scheduler import MAILBOX_STAGES, TileScheduler
 from hopper.backward.config import BackwardConfig
 from hopper.backward.consumer import previous_stage
-from hopper.backward.dq import add_in_bulk, store_in_bulk
+from hopper.backward.dq import add_in_bulk, store_in_bulk, store_or_add_in_bulk
 from hopper.backward.exchange import state_of
 from hopper.backward.work import BackwardWork
 
@@ -116,7 +117,9 @@ class Courier(LoopInvariant):
             buffer = previous_stage(self.config, state.index)
             for wg in cutlass.range_constexpr(self.config.consumers):
                 source, target = self.sdQ[None, buffer, wg], self.mdQ[None, wg, tile]
-                if const_expr(self.config.stores_first):
+                if const_expr(self.config.stores_first and self.config.layout != DENSE):
+                    store_or_add_in_bulk(source, target, turn)
+                elif const_expr(self.config.stores_first):
                     if turn == 0:
                         store_in_bulk(source, target)
                     else:

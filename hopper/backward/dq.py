@@ -180,6 +180,22 @@ def store_in_bulk(source: cute.Tensor, target: cute.Tensor):
     _copy_in_bulk("cp.async.bulk.global.shared::cta.bulk_group", source, target)
 
 
+@cute.jit
+def store_or_add_in_bulk(source: cute.Tensor, target: cute.Tensor, added: Int32):
+    """``store_in_bulk`` where ``added`` is 0, else ``add_in_bulk``; without a branch, which would take a register."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred stores; setp.eq.s32 stores, {$r3}, 0;"
+        " @stores cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};"
+        " @!stores cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2}; }",
+        read_only_args=[
+            target.iterator.toint(),
+            source.iterator.toint(),
+            Int32(4 * cute.size(source)),
+            added,
+        ],
+    )
+
+
 def _copy_in_bulk(instruction: str, source: cute.Tensor, target: cute.Tensor) -> None:
     """Start an instruction that copies all words of ``source``, of 4 bytes, to ``target``."""
     cute.arch.inline_ptx(

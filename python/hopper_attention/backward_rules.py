@@ -199,6 +199,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
         if p.keys != "many":
             hopper = replace(hopper, few_keys=p.keys == "few", clears_ahead=False)
+        if p.keys == "few":
+            hopper = replace(hopper, stores_first=False)
         return replace(hopper, **lists_of(p, (hopper.tile_m, hopper.tile_n)))
     if backend != "ampere":
         raise ValueError(f"backend is {backend!r}, allowed for a backward kernel: 'hopper' or 'ampere'")
@@ -249,7 +251,26 @@ def in_faster_order(problem: BackwardProblem) -> BackwardProblem:
         return p
     if p.dtype not in DTYPE_NAMES or head_dim != p.v_shape[3] or math.prod(p.q_shape) < MANY_ELEMENTS:
         return p
-    return p._replace(deterministic=p.deterministic or seqlen_k <= FASTER_IN_ORDER.get(head_dim, 0))
+    return p._replace(deterministic=p.deterministic or are_short((seqlen_q, seqlen_k), head_dim))
+
+
+def packed_in_faster_order(
+    problem: GradientProblem, elements: int, bounds: tuple[int, int]
+) -> GradientProblem:
+    """The same of packed sequences, but for those with few keys: Q has ``elements`` in all, ``bounds`` are
+    max_seqlen_q and max_seqlen_k."""
+    p = problem
+    if not p.causal or p.has_window or p.has_chunk or p.scores != PLAIN or p.keys == "few":
+        return p
+    if p.dtype not in DTYPE_NAMES or p.head_dim != p.head_dim_v or elements < MANY_ELEMENTS:
+        return p
+    return replace(p, deterministic=True) if are_short(bounds, p.head_dim) else p
+
+
+def are_short(seqlens: tuple[int, int], head_dim: int) -> bool:
+    """Whether sequences of these lengths of Q and K, or packed ones with these bounds, are as short as those whose sums
+    are made faster in a fixed order."""
+    return seqlens[0] == seqlens[1] <= FASTER_IN_ORDER.get(head_dim, 0)
 
 
 def in_one_tile(problem: BackwardProblem) -> BackwardProblem:

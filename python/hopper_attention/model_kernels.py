@@ -15,6 +15,7 @@ from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
+from cute_kernels.problem import VARLEN
 from cute_kernels.rotation.config import RotationConfig
 from hopper.decode.config import DecodeConfig
 from hopper_attention import backward_rules, forward_rules
@@ -271,7 +272,8 @@ def of_one_tile(model: ModelShape, target: Target) -> Iterator[Any]:
 
 
 def of_many_short(model: ModelShape, target: Target) -> Iterator[Any]:
-    """The kernels of the gradients of short sequences that are so many that their sums have an order."""
+    """The kernels of the gradients of short sequences, dense and packed, that are so many that their sums have an
+    order."""
     batch = backward_rules.MANY_ELEMENTS // 256
     q, k, v = ((batch, *x.shape[1:]) for x in model.specs(256))
     configs = of_special_problems(
@@ -279,6 +281,8 @@ def of_many_short(model: ModelShape, target: Target) -> Iterator[Any]:
     )
     for config in configs:
         yield from (BackwardStep("prepare", config), config)
+        packed = replace(config, layout=VARLEN)
+        yield from (BackwardStep("prepare", packed), packed)
 
 
 def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:

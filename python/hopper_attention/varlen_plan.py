@@ -144,7 +144,10 @@ def explain_varlen(
             width = first_part(whole)[0]["v"].shape[2]
             gradient = replace(problem, head_dim_v=width)
             keys = backward_rules.keys_within(lengths.max_seqlen_k, sinks is not None)
-            notes += (_note_on_gradients(gradient, in_order, keys, target, backend),)
+            asked = _gradients_of(gradient, in_order, keys)
+            if choice.backend == "hopper":
+                asked = backward_rules.packed_in_faster_order(asked, q.numel(), lengths[4:])
+            notes += (_note_on_gradients(asked, target, backend),)
     copies = (DEQUANTIZED,) if in_16_bits else describe_copies(config, specs, tensors)
     return Plan(choice.backend, config, choice.reason, casts + copies, notes)
 
@@ -171,10 +174,8 @@ def _plan_fp8(
     return choice, packed_config_of(kind, choice, target)
 
 
-def _note_on_gradients(
-    forward: AttentionProblem, deterministic: bool, keys: PackedKeys, target: Target, requested: str | None
-) -> str:
-    problem = GradientProblem(
+def _gradients_of(forward: AttentionProblem, deterministic: bool, keys: PackedKeys) -> GradientProblem:
+    return GradientProblem(
         forward.dtype,
         forward.out_dtype,
         forward.head_dim,
@@ -187,6 +188,9 @@ def _note_on_gradients(
         deterministic=deterministic,
         keys=keys,
     )
+
+
+def _note_on_gradients(problem: GradientProblem, target: Target, requested: str | None) -> str:
     return describe_gradients(
         lambda: backward_rules.choose_for(problem, target, requested),
         lambda backend: backward_rules.select_for(problem, backend, target.capability).name,

@@ -47,8 +47,10 @@ WINDOWS_AND_PACKED = [
     select_backward_config("bfloat16", 64, 64, False, True, window=True, layout="varlen"),
     select_backward_config("bfloat16", 96, 96, False, window=True, layout="varlen"),
     select_backward_config("float16", 128, 128, False, True, window=True),
-    select_backward_config("bfloat16", 96, 96, True, True, layout="varlen"),
-    select_backward_config("bfloat16", 128, 128, True, True, layout="varlen"),
+    *(
+        select_backward_config(dtype, head_dim, head_dim, True, True, layout="varlen")
+        for dtype, head_dim in (("float16", 64), ("bfloat16", 96), ("bfloat16", 128), ("bfloat16", 256))
+    ),
     select_backward_config("bfloat16", 128, 128, True, window=True, layout="varlen"),
     select_backward_config("bfloat16", 128, 128, True, window=True),
     *(
@@ -95,17 +97,21 @@ def test_changes_of_scores_compile_without_spills(config, usages):
     assert usage.local_bytes == 0
 
 
-CAUSAL_PACKED, FULL_PACKED = (
-    select_backward_config("bfloat16", 128, 128, causal, layout="varlen") for causal in (True, False)
+CAUSAL_PACKED, FULL_PACKED, ORDERED_PACKED = (
+    select_backward_config("bfloat16", 128, 128, causal, ordered, layout="varlen")
+    for causal, ordered in ((True, False), (False, False), (True, True))
 )
-PACKED_STEPS = [*(BackwardStep(step, CAUSAL_PACKED) for step in STEPS), BackwardStep("prepare", FULL_PACKED)]
+PACKED_STEPS = [
+    *(BackwardStep(step, CAUSAL_PACKED) for step in STEPS),
+    *(BackwardStep("prepare", config) for config in (FULL_PACKED, ORDERED_PACKED)),
+]
 
 
 @pytest.mark.parametrize("kernel", PACKED_STEPS, ids=lambda kernel: kernel.name)
 def test_packed_steps_compile_without_spills(kernel, usages):
     usage = usages[kernel]
     assert usage.local_bytes == 0
-    end = "_clears" if kernel.config.clears_ahead else ""
+    end = "_clears" * kernel.config.clears_ahead + "_stores" * kernel.config.stores_first
     assert kernel.name == f"hopper_bwd_{kernel.step}_bf16_d128_m64n128_varlen{end}"
 
 

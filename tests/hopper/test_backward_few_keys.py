@@ -130,7 +130,7 @@ def test_gradients(name: str) -> None:
     features |= {"ordered": changes.get("ordered", False), "alibi": slopes is not None}
     features |= {"functions": captured.functions}
     config = select_backward_config(dtype, head_dim, head_dim, causal, layout="varlen", **features)
-    config = replace(config, few_keys=True, clears_ahead=False)
+    config = replace(config, few_keys=True, clears_ahead=False, stores_first=False)
     rules = replace(NO_RULES, softcap=softcap, slopes=slopes, captured=captured)
     rules = replace(rules, **({"philox": PHILOX, "kept": kept_steps(p)} if p else {}))
     options: dict[str, Any] = {"causal": causal, "softcap": softcap, "dropout_p": p, **vars(example)}

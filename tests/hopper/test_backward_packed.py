@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.window import NO_LIMIT
 from hopper.backward.config import select_backward_config, validate_backward_config
-from tests.hopper.hopper_machine import Timing
+from tests.hopper.hopper_machine import AT_ONCE, Timing
 from tests.hopper.packed_backward import packed_backward_on_numpy
 from tests.hopper.test_backward_windows import DTYPES, EPSILON, attend, select, visible
 from tests.plans import Packed
@@ -66,7 +66,18 @@ def gradients(inputs: list[Tensor], q: Packed, k: Packed, sides: tuple[int, int]
 
 
 def check(
-    dtype, head_dim, causal, q, k, heads, ordered, sides=None, has_dlse=False, ctas=1, clears_ahead=False
+    dtype,
+    head_dim,
+    causal,
+    q,
+    k,
+    heads,
+    ordered,
+    sides=None,
+    has_dlse=False,
+    ctas=1,
+    clears_ahead=False,
+    timing=LATE,
 ) -> None:
     config = select(dtype, head_dim, causal, ordered, sides is not None, layout="varlen")
     config = replace(config, clears_ahead=clears_ahead)
@@ -80,7 +91,7 @@ def check(
         dlse[lse == -math.inf] = math.nan
     rows = out.to(DTYPES[dtype]), lse.float()
     options = {"dlse": dlse if has_dlse else None, "sides": sides or (), "ctas": ctas}
-    ours = packed_backward_on_numpy(config, tuple(inputs), rows, (q, k), LATE, **options)
+    ours = packed_backward_on_numpy(config, tuple(inputs), rows, (q, k), timing, **options)
     for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
         assert torch.equal(a.isnan(), e.isnan()), name
         error = (a.double() - e).nan_to_num().norm().item()
@@ -126,6 +137,49 @@ def test_a_warp_of_the_kernel_clears_sums_before_they_are_added_to(
     """Sums are NaN before the first launch, and the counter is that of an earlier call; some queries have no key tile,
     and some have two."""
     check("bfloat16", head_dim, False, *sequences, heads, False, ctas=ctas, clears_ahead=True)
+
+
+UNSEEN = Packed.of((300, 130, 64, 0, 5), behind=3), Packed.of((140, 1, 0, 70, 260), behind=1)
+"""Queries that come before the first key of theirs, in whole query tiles and in parts of one; sequences without keys,
+without queries, and with more keys than queries."""
+
+ONE = Packed.of((200,), used=(197,)), Packed.of((160,), behind=10, used=(129,))
+
+
+@pytest.mark.parametrize(
+    "dtype,head_dim,causal,sequences,heads,ctas,timing",
+    [
+        ("bfloat16", 128, True, UNSEEN, (2, 1), 1, LATE),
+        ("float16", 128, True, UNSEEN, (2, 2), 4, AT_ONCE),
+        ("bfloat16", 64, True, UNSEEN, (2, 1), 3, LATE),
+        ("float16", 96, True, ONE, (2, 1), 2, AT_ONCE),
+        ("bfloat16", 64, True, ONE, (3, 1), 3, LATE),
+        ("bfloat16", 96, False, UNSEEN, (1, 1), 3, AT_ONCE),
+    ],
+)
+def test_the_first_key_tile_stores_its_part(dtype, head_dim, causal, sequences, heads, ctas, timing) -> None:
+    """Sums are NaN before the first launch. Without a mask a courier may ask for its turn so often that on this machine
+    no late copy arrives."""
+    check(dtype, head_dim, causal, *sequences, heads, True, ctas=ctas, timing=timing)
+
+
+def test_first_parts_are_stored_of_packed_sequences_in_a_fixed_order() -> None:
+    for head_dim in (64, 96, 128, 192, 256):
+        for causal in (False, True):
+            chosen = select_backward_config("bfloat16", head_dim, head_dim, causal, True, layout="varlen")
+            assert chosen.stores_first and not (chosen.has_sections or chosen.has_late_heads)
+            assert chosen.name.removesuffix("_pair").endswith("_ordered_varlen_stores")
+    plain = select_backward_config("bfloat16", 128, 128, True, layout="varlen")
+    for options in ({"ordered": False}, {"window": True}, {"softcap": True}, {"alibi": True}):
+        given = {"ordered": True, "layout": "varlen"} | options
+        other = select_backward_config("bfloat16", 128, 128, True, **given)
+        assert not other.stores_first
+        with pytest.raises(
+            ValueError, match="allowed: with ordered, plain scores and no mask but a causal one"
+        ):
+            validate_backward_config(replace(other, stores_first=True))
+    steps = [BackwardStep(step, config).name for config in (chosen, plain) for step in ("prepare", "finish")]
+    assert steps[0].endswith("_varlen_stores") and steps[2].endswith("_varlen")
 
 
 def test_sums_are_cleared_ahead_of_packed_sequences_without_a_mask() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hopper.test_backward_packed import UNEVEN, USED, check
+from tests.hopper.test_backward_packed import UNEVEN, UNSEEN, USED, check
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,7 @@ from tests.hopper.test_backward_packed import UNEVEN, USED, check
     [
         ("bfloat16", 192, False, USED, (1, 1), (50, 200), True),
         ("bfloat16", 136, False, UNEVEN, (2, 1), (40, 20), True),
+        ("bfloat16", 192, True, UNSEEN, (2, 1), None, True),
     ],
 )
 def test_gradients_of_packed_sequences(dtype, head_dim, causal, sequences, heads, sides, ordered) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.backward.step import FEW_KEYS
-from hopper_attention import compile_cache, flash_attn_varlen_func
-from hopper_attention.backward_rules import MANY_KEYS
+from hopper_attention import backward_rules, compile_cache, explain_varlen, flash_attn_varlen_func
+from hopper_attention.backward_rules import FASTER_IN_ORDER, MANY_KEYS
 from hopper_attention.launch import backward, forward, packed_gradients_again
 from hopper_attention.launch import varlen as varlen_launch
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher
@@ -159,6 +159,27 @@ def test_only_long_sequences_have_their_sums_cleared_ahead(
         torch.autograd.grad(out, leaves, torch.zeros_like(out))
         prepare, kernel, _ = ran
         assert prepare.endswith("_clears") == kernel.endswith("_clears") == (bound == MANY_KEYS)
+
+
+def test_many_short_sequences_have_their_sums_in_order(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a causal mask and bounds that are the same; others find the other kernel again."""
+    ran: list[str] = []
+    monkeypatch.setattr(compile_cache, "get_backward", lambda config: lambda *given: ran.append(config.name))
+    monkeypatch.setattr(backward_rules, "MANY_ELEMENTS", 32 * 2 * 128)
+    starts, bound = int32(0, 16, 32), FASTER_IN_ORDER[128]
+    leaves = [torch.zeros(32, 2, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    for bounds in ((bound, bound), (bound + 1, bound + 1), (bound - 1, bound)) * 4:
+        out = flash_attn_varlen_func(*leaves, starts, starts, *bounds, causal=True)
+        ran.clear()
+        torch.autograd.grad(out, leaves, torch.zeros_like(out))
+        prepare, kernel, _ = ran
+        is_in_order = bounds == (bound, bound)
+        assert prepare.endswith("_stores") == kernel.endswith("_ordered_varlen_stores") == is_in_order
+    in_plan = [
+        explain_varlen(*leaves, starts, starts, n, n, causal=True, device_capability=(9, 0)).notes
+        for n in (bound, bound + 1)
+    ]
+    assert ["_ordered" in " ".join(notes) for notes in in_plan] == [True, False]
 
 
 def test_layers_of_several_kinds_do_not_drive_each_other_out(

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels.plan.config import plan_entries, plan_words
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
-from hopper_attention.backward_rules import keys_within
+from hopper_attention.backward_rules import are_short, keys_within
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once, backward
@@ -21,7 +21,7 @@ from hopper_attention.launch.base import REMEMBERED_CALLS, current_device
 from hopper_attention.launch.gradients_again import ForGradients, GradientOptions, Passes
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher, no_rows, packed_work_pieces
 from hopper_attention.launch.packed_forward import OF_KEYS
-from hopper_attention.launch.varlen import find_varlen_backward, gradient_problem, is_empty
+from hopper_attention.launch.varlen import find_for_lengths, gradient_problem, is_empty
 from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -134,7 +134,7 @@ def differentiate_packed_again(
         return None
     different, options = tuple(lengths.different), passes.options
     # Tensors of lengths that were saved may come back as others.
-    kind = torch.are_deterministic_algorithms_enabled(), _keys(lengths), lengths.pattern
+    kind = torch.are_deterministic_algorithms_enabled(), _bounds(lengths, tensors[1]), lengths.pattern
     kept = passes.latest.get(kind)
     if kept is None or not kept.is_like(*tensors, *different):
         kept = remembered.find_kept(_key_of(tensors, lengths, options), *tensors, *different)
@@ -154,8 +154,9 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
         return
     _, causal, backend, deterministic, sides = options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    problem = gradient_problem(q, v, causal, sides, deterministic, *_keys(lengths))
-    launcher = find_varlen_backward(problem, q.device, backend)
+    keys, _ = _bounds(lengths, q)
+    problem = gradient_problem(q, v, causal, sides, deterministic, keys)
+    launcher = find_for_lengths(problem, q, lengths, backend)
     if isinstance(launcher, PackedBackwardLauncher):
         call = PackedGradientCall.of(launcher, options, tensors, lengths)
         remembered.keep(key, call, *tensors, *lengths.different)
@@ -164,9 +165,9 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
 def _key_of(tensors: tuple[Tensor, ...], lengths: Lengths, options: GradientOptions) -> tuple[Any, ...]:
     _, q, k, *_ = tensors
     in_order = torch.are_deterministic_algorithms_enabled()
-    return q.shape, k.shape, options, lengths.pattern, _keys(lengths), in_order
+    return q.shape, k.shape, options, lengths.pattern, _bounds(lengths, q), in_order
 
 
-def _keys(lengths: Lengths) -> tuple[PackedKeys]:
-    """What the bound of lengths decides on the kernels of a call without sinks."""
-    return (keys_within(lengths.max_seqlen_k, has_sinks=False),)
+def _bounds(lengths: Lengths, q: Tensor) -> tuple[PackedKeys, bool]:
+    """What the bounds of lengths decide on the kernels of a call without sinks."""
+    return keys_within(lengths.max_seqlen_k, has_sinks=False), are_short(lengths[4:], q.shape[2])
