@@ -56,10 +56,7 @@ LONGEST_WALKS = (64, MAX_SEQLEN), (16, 8), (0, 4)
 
 FASTER_IN_ORDER = {64: 768, 128: 1024, 256: 512}
 """By the head_dim of a kernel, keys up to which sums of dQ in a fixed order are faster under a causal mask: the first
-key tile stores its part where any order adds to zeros (`backward_orders.json`)."""
-
-PACKED_FASTER_IN_ORDER = {64: 768, 128: 1024, 256: 1024}
-"""The same of packed sequences, whose zeros take longer (`packed_stores_first.json`)."""
+key tile stores its part where any order adds to zeros (`backward_orders.json`; packed, `packed_stores_first.json`)."""
 
 MANY_ELEMENTS = 30_000_000
 """Of Q, from which on that was found. With few tiles a CTA its turns are waited for: 2 to 17 % slower with a quarter or
@@ -254,9 +251,7 @@ def in_faster_order(problem: BackwardProblem) -> BackwardProblem:
         return p
     if p.dtype not in DTYPE_NAMES or head_dim != p.v_shape[3] or math.prod(p.q_shape) < MANY_ELEMENTS:
         return p
-    return p._replace(
-        deterministic=p.deterministic or are_short((seqlen_q, seqlen_k), FASTER_IN_ORDER.get(head_dim, 0))
-    )
+    return p._replace(deterministic=p.deterministic or are_short((seqlen_q, seqlen_k), head_dim))
 
 
 def packed_in_faster_order(
@@ -269,18 +264,13 @@ def packed_in_faster_order(
         return p
     if p.dtype not in DTYPE_NAMES or p.head_dim != p.head_dim_v or elements < MANY_ELEMENTS:
         return p
-    return replace(p, deterministic=True) if packed_are_short(bounds, p.head_dim) else p
+    return replace(p, deterministic=True) if are_short(bounds, p.head_dim) else p
 
 
-def packed_are_short(bounds: tuple[int, int], head_dim: int) -> bool:
-    """Whether packed sequences with these bounds of their lengths are as short as those whose sums are made faster in a
-    fixed order."""
-    return are_short(bounds, PACKED_FASTER_IN_ORDER.get(head_dim, 0))
-
-
-def are_short(seqlens: tuple[int, int], most: int) -> bool:
-    """Whether there are as many queries as keys, and no more than ``most``."""
-    return seqlens[0] == seqlens[1] <= most
+def are_short(seqlens: tuple[int, int], head_dim: int) -> bool:
+    """Whether sequences of these lengths of Q and K, or packed ones with these bounds, are as short as those whose sums
+    are made faster in a fixed order."""
+    return seqlens[0] == seqlens[1] <= FASTER_IN_ORDER.get(head_dim, 0)
 
 
 def in_one_tile(problem: BackwardProblem) -> BackwardProblem:

@@ -11,8 +11,8 @@ import torch
 from cute_kernels.backward.step import BackwardStep
 from hopper_attention.backends import HOPPER_CAPABILITY
 from hopper_attention.backward_rules import (
+    FASTER_IN_ORDER,
     MANY_ELEMENTS,
-    PACKED_FASTER_IN_ORDER,
     BackwardProblem,
     in_faster_order,
     packed_in_faster_order,
@@ -74,9 +74,9 @@ def packed_problem(head_dim: int, **changed: Any) -> GradientProblem:
     return GradientProblem(torch.bfloat16, torch.bfloat16, head_dim, head_dim, **given)
 
 
-@pytest.mark.parametrize("head_dim", PACKED_FASTER_IN_ORDER)
+@pytest.mark.parametrize("head_dim", FASTER_IN_ORDER)
 def test_many_short_packed_sequences_have_one(head_dim: int) -> None:
-    asked, bound = packed_problem(head_dim), PACKED_FASTER_IN_ORDER[head_dim]
+    asked, bound = packed_problem(head_dim), FASTER_IN_ORDER[head_dim]
     found = packed_in_faster_order(asked, MANY_ELEMENTS, (bound, bound))
     assert found == replace(asked, deterministic=True)
     assert "_ordered_varlen_stores" in select_for(found, "hopper", HOPPER_CAPABILITY).name

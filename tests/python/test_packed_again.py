@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_kernels.backward.step import FEW_KEYS
 from hopper_attention import backward_rules, compile_cache, explain_varlen, flash_attn_varlen_func
-from hopper_attention.backward_rules import MANY_KEYS, PACKED_FASTER_IN_ORDER
+from hopper_attention.backward_rules import FASTER_IN_ORDER, MANY_KEYS
 from hopper_attention.launch import backward, forward, packed_gradients_again
 from hopper_attention.launch import varlen as varlen_launch
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher
@@ -166,7 +166,7 @@ def test_many_short_sequences_have_their_sums_in_order(seen: Seen, monkeypatch: 
     ran: list[str] = []
     monkeypatch.setattr(compile_cache, "get_backward", lambda config: lambda *given: ran.append(config.name))
     monkeypatch.setattr(backward_rules, "MANY_ELEMENTS", 32 * 2 * 128)
-    starts, bound = int32(0, 16, 32), PACKED_FASTER_IN_ORDER[128]
+    starts, bound = int32(0, 16, 32), FASTER_IN_ORDER[128]
     leaves = [torch.zeros(32, 2, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     for bounds in ((bound, bound), (bound + 1, bound + 1), (bound - 1, bound)) * 4:
         out = flash_attn_varlen_func(*leaves, starts, starts, *bounds, causal=True)

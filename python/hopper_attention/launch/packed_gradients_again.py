@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_kernels.plan.config import plan_entries, plan_words
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
-from hopper_attention.backward_rules import keys_within, packed_are_short
+from hopper_attention.backward_rules import are_short, keys_within
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once, backward
@@ -170,4 +170,4 @@ def _key_of(tensors: tuple[Tensor, ...], lengths: Lengths, options: GradientOpti
 
 def _bounds(lengths: Lengths, q: Tensor) -> tuple[PackedKeys, bool]:
     """What the bounds of lengths decide on the kernels of a call without sinks."""
-    return keys_within(lengths.max_seqlen_k, has_sinks=False), packed_are_short(lengths[4:], q.shape[2])
+    return keys_within(lengths.max_seqlen_k, has_sinks=False), are_short(lengths[4:], q.shape[2])
