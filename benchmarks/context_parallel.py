@@ -219,8 +219,6 @@ def cells_of(s: Setting, shape: Shape, kinds: tuple[str, ...]) -> dict[str, Cell
             of_fp8 = ours(s, method, quantization=DEFAULT_QUANTIZATION)
             found[f"{method} FP8, forward"] = Cell(FORWARD, forward(of_fp8, local))
     wanted = [way for way in found if s.wants(way)]
-    if not wanted:
-        raise ValueError(f"--only is {', '.join(s.only)}, allowed: {'; '.join(found)}")
     # One GPU is what efficiency is over.
     beside = {f"one GPU{' FP8' * (' FP8' in way)}, {found[way].kind}" for way in wanted}
     return {way: cell for way, cell in found.items() if way in wanted or way in beside}
@@ -463,8 +461,14 @@ def main(arguments: list[str]) -> int:
             save(options, s, rows, found_errors, about)
             rows += play_peers(s, shape, peers_of(s, shape, options.without_torch), sampler)
             save(options, s, rows, found_errors, about)
+            of_shape = [row for row in rows if row["shape"] == shape.name]
+            if not of_shape:
+                allowed = (
+                    f"{'; '.join(s.methods(shape))}; each with its pass or without, and peers by their names"
+                )
+                raise ValueError(f"--only is {'; '.join(s.only)}, allowed: {allowed}")
             if dist.get_rank() == 0:
-                show([row for row in rows if row["shape"] == shape.name])
+                show(of_shape)
     if dist.get_rank() == 0:
         show_errors(found_errors)
         print("ulysses by", carried.name, "in a room of", room_bytes(carried), "bytes", flush=True)

@@ -182,7 +182,8 @@ def store_in_bulk(source: cute.Tensor, target: cute.Tensor):
 
 @cute.jit
 def store_or_add_in_bulk(source: cute.Tensor, target: cute.Tensor, added: Int32):
-    """``store_in_bulk`` where ``added`` is 0, else ``add_in_bulk``; without a branch, which would take a register."""
+    """``store_in_bulk`` where ``added`` is 0, else ``add_in_bulk``; without a branch, for which couriers of
+    packed sequences have no register left."""
     cute.arch.inline_ptx(
         "{ .reg .pred stores; setp.eq.s32 stores, {$r3}, 0;"
         " @stores cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};"

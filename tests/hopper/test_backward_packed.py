@@ -158,8 +158,8 @@ ONE = Packed.of((200,), used=(197,)), Packed.of((160,), behind=10, used=(129,))
     ],
 )
 def test_the_first_key_tile_stores_its_part(dtype, head_dim, causal, sequences, heads, ctas, timing) -> None:
-    """Sums are NaN before the first launch. Without a mask a courier may ask for its turn so often that on this machine
-    no late copy arrives."""
+    """Sums are NaN before the first launch. Without a mask a courier may ask for its turn so often that, as late
+    copies are simulated, none arrives."""
     check(dtype, head_dim, causal, *sequences, heads, True, ctas=ctas, timing=timing)
 
 
