@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,11 +22,12 @@ from hopper.decode.config import (
     E4M3,
     HEAD_DIMS,
     PAIRED_TILE_M,
-    STAGES,
     DecodeConfig,
     box_rows_of,
+    gains_by_a_stage,
     select_decode_config,
     validate_decode_config,
+    with_a_stage_more,
 )
 from hopper.decode.kernel import DecodeKernel
 from hopper.decode.schedule import launched_together
@@ -53,6 +55,7 @@ COMPILED = [
     config_of("bfloat16", (64, 64), 16, 8),
     config_of("bfloat16", (128, 128), 64, 8),
     replace(config_of("float16", (128, 128), 1000, 1, rows=64, leftpad=True, paged=False), causal=False),
+    with_a_stage_more(config_of("bfloat16", (128, 128), 16, 8)),
     config_of("bfloat16", (256, 256), 16, 8, rows=64),
     config_of("bfloat16", (128, 128), 16, 8, rows=64, layout="varlen", **EVERYTHING),
     config_of("bfloat16", (192, 192), 8, 8, rows=64, layout="varlen", **EVERYTHING),
@@ -181,10 +184,28 @@ def test_every_head_dim_has_a_config_that_covers_it() -> None:
         for dv in (8, 64, 128, 200, 256):
             for rows in (1, 32, 33, 64, 65, 300):
                 config = config_of("float16", (d, dv), 16, 4, rows=rows)
-                assert config.head_dim >= d and config.head_dim_v >= dv and config.stages == STAGES
+                assert config.head_dim >= d and config.head_dim_v >= dv
                 most = PAIRED_TILE_M if max(d, dv) <= 128 and rows > WARPGROUP_ROWS else WARPGROUP_ROWS
                 assert min(rows, most) <= config.tile_m <= most
                 assert config.smem_bytes <= SMEM_BYTES - COMBINE_BYTES
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_small_boxes_of_few_rows_have_a_stage_more(dtype: str) -> None:
+    for d, dv in product(HEAD_DIMS, HEAD_DIMS):
+        # 128 columns of K and of V are 64 KB a block, of which the host knows whether there are many.
+        is_small = {256: 32, 192: 64}.get(max(d, dv), 128) * (d + dv) * 2 <= 48 * 1024
+        for page_size, rows in product((8, 16, 32, 48, 64, 256), (1, 32, 33, 65)):
+            config = config_of(dtype, (d, dv), page_size, 4, rows=rows)
+            is_in_small_boxes = page_size in (8, 16, 48) and rows <= 32
+            assert config.stages == (3 if is_small and is_in_small_boxes else 2)
+            assert gains_by_a_stage(config) == (is_in_small_boxes and not is_small)
+            assert not gains_by_a_stage(with_a_stage_more(config))
+            assert with_a_stage_more(config) == replace(config, stages=config.stages + 1)
+        assert config_of(dtype, (d, dv), 4096, 1).stages == 2
+        assert config_of(dtype, (d, dv), 16, 4, cluster=2).stages == 2
+    assert not gains_by_a_stage(config_of(dtype, (128, 128), 16, 4, cluster=2))
+    assert not gains_by_a_stage(config_of(dtype, (128, 128), 16, 4, cache_dtype=E4M3))
 
 
 def test_boxes_lie_in_one_page() -> None:
@@ -215,7 +236,7 @@ def test_names_are_of_one_config_each() -> None:
         {"tile_m": 64},
         {"tile_m": 128},
         {"tile_n": 64},
-        {"stages": 3},
+        {"stages": base.stages + 1},
         {"box_rows": 8},
     ]
     changes += [{"layout": "varlen"}, {"head_dim_v": 128}, {"head_dim": 128}, {"causal": False}]

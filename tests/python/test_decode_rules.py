@@ -22,6 +22,7 @@ from hopper_attention.decode_rules import (
     ctas_of_pieces,
     even_ctas,
     in_clusters,
+    in_place_of,
     select_decode,
     serving_config,
     why_not_decode,
@@ -121,6 +122,41 @@ def test_clusters_are_for_short_caches_and_for_sequences_of_one_length_that_the_
     assert serving_config(call).cluster == 1
     on_a_gpu = replace(call, shape=replace(call.shape, device=torch.device("cuda", 0)))
     assert serving_config(on_a_gpu) == select_decode(call, cluster)
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "changes", "given", "more"),
+    [
+        (8, 4096, {}, {}, 1),
+        (8, 4080, {}, {}, 1),
+        (8, 3968, {}, {}, 0),
+        (7, 4096, {}, {}, 0),
+        (1, 32768, {}, {}, 1),
+        (8, 8192, {}, {"cache_seqlens": 4096}, 1),
+        (8, 8192, {}, {"cache_seqlens": 3968}, 0),
+        (8, 4096, {"heads": (32, 4)}, {}, 0),
+        (8, 8192, {"heads": (32, 4)}, {}, 1),
+        (8, 4096, {"page_size": 32}, {}, 0),
+        (8, 4096, {"page_size": 8}, {}, 1),
+        (8, 4096, {"page_size": 0}, {}, 0),
+        (8, 4096, {"queries": 8 * (8,)}, {}, 1),
+        (8, 4096, {"queries": 8 * (9,)}, {}, 0),
+        (8, 4096, {}, {"cache_dtype": FP8}, 0),
+        (8, 4096, {"head_dims": (64, 64)}, {}, 0),
+    ],
+    ids=str,
+)
+def test_long_caches_in_small_pages_have_a_stage_more(
+    batch: int, capacity: int, changes: dict[str, Any], given: dict[str, Any], more: int
+) -> None:
+    case = CacheCase(
+        lengths=batch * (9,), queries=batch * (1,), heads=(32, 8), head_dims=(128, 128), capacity=capacity
+    )
+    call = call_of(replace(case, **({"page_size": 16} | changes)), **given)
+    plain, serving = select_decode(call), serving_config(call)
+    assert serving == replace(plain, stages=plain.stages + more)
+    assert (serving in in_place_of(plain, 8)) == (more == 1)
+    assert list(in_place_of(serving, 8)) == list(in_clusters(plain, 8)) or not more
 
 
 @pytest.mark.parametrize(
@@ -340,7 +376,9 @@ def test_the_config_is_of_what_is_asked_for() -> None:
         (replace(PAGES, page_size=24, capacity=48), {}, {"box_rows": 8}),
     ]
     for case, given, expected in changes:
-        assert select_decode(call_of(case, **given)) == replace(plain, **expected)
+        in_small_boxes = {"tile_m", "box_rows"}.isdisjoint(expected) or expected.get("box_rows") == 8
+        stages = {"stages": 3 if in_small_boxes else 2}
+        assert select_decode(call_of(case, **given)) == replace(plain, **(expected | stages))
     for tile_m in (4, 8, 16):
         case = replace(OF_16_BYTES, heads=(tile_m // 2, 2), queries=(3, 3, 3))
         swapped = select_decode(call_of(case, cache_dtype=FP8))
