@@ -145,6 +145,25 @@ class CudaStopwatch:
 
 
 @dataclass(frozen=True)
+class AfterOtherWork:
+    """A stopwatch whose batches, and the launch that goes before each, come after other work: so what is in L2 then is
+    the same for all peers, and is of none of them."""
+
+    stopwatch: Stopwatch
+    work: Launch
+
+    def synchronize(self) -> None:
+        self.stopwatch.synchronize()
+
+    def measure(self, launches: Sequence[Launch], repeats: int, spin_s: float) -> Interval:
+        self.work()
+        return self.stopwatch.measure(launches, repeats, spin_s)
+
+    def calibrate(self, launches: Sequence[Launch]) -> Calibration:
+        return self.stopwatch.calibrate(launches)
+
+
+@dataclass(frozen=True)
 class WallStopwatch:
     """The wall clock, for devices whose work is done when the call returns. Host and device time are one."""
 

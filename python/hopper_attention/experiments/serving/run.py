@@ -32,9 +32,11 @@ from hopper_attention.experiments.bench.run import (
 )
 from hopper_attention.experiments.bench.timing import (
     BALANCED,
+    AfterOtherWork,
     Effort,
     GpuLostError,
     Launch,
+    Stopwatch,
     broken_context_is_lost,
     describe_effort,
     order_of_round,
@@ -326,7 +328,9 @@ def run_serving(
     head["method"] = describe_method(drawn, effort, head["machine"]["gpu"])
     report = ServingReport(head, (), {})
     save(report)
-    with open_bench(setting, effort, find_gauge(setting.device), head["machine"].get("l2_bytes", 0)) as bench:
+    l2_bytes = head["machine"].get("l2_bytes", 0)
+    with open_bench(setting, effort, find_gauge(setting.device), l2_bytes) as bench:
+        bench = replace(bench, stopwatch=after_others(bench.stopwatch, l2_bytes, setting.device))
         for index, workload in enumerate(workloads):
             progress(f"[{index + 1}/{len(workloads)}] {workload.name}")
             with or_workload_lost(workload):
@@ -339,6 +343,20 @@ def run_serving(
                     report = replace(report, host=measure_host(bench, workload, timed, drawn))
                     save(report)
     return report
+
+
+def after_others(stopwatch: Stopwatch, l2_bytes: int, device: str) -> Stopwatch:
+    """The stopwatch, each batch of which begins when as much other memory was read as fills L2 twice, as the weights of
+    a layer are in a model.
+
+    A kernel whose keys leave L2 first reads up to 1.3 % faster where L2 holds lines that stay. In rounds of several
+    libraries these were what another one had read: a cache of the kernel's own gained by that, and one that all read,
+    as that in pages is, did not (``decode_l2_state.json``).
+    """
+    if not l2_bytes:
+        return stopwatch
+    others = torch.zeros(2 * l2_bytes // 4, device=device)
+    return AfterOtherWork(stopwatch, others.sum)
 
 
 @contextmanager
@@ -375,7 +393,8 @@ def describe_method(family: Family, effort: Effort, gpu: str) -> dict[str, Any]:
         "timing": "median over interleaved rounds of device time a call; prefill and decode alike as replays of a CUDA "
         "graph with a call for each set of inputs; a note says where calls were eager",
         "order": BALANCED,
-        "l2": f"{MIN_SETS} sets of inputs or more, with more than {KV_BYTES // 10**6} MB of keys and values",
+        "l2": f"{MIN_SETS} sets of inputs or more, with more than {KV_BYTES // 10**6} MB of keys and values; "
+        "before the call that goes ahead of each batch, twice the bytes of L2 are read elsewhere",
         "best way": "fa3_best is the fastest of several numbers of splits, with a schedule made ahead; fa4 that of one "
         "split and its own choice; flashmla has a schedule made ahead",
         "latent": "a row of the cache has V and behind it K, which ours and fa3 are given as views",
