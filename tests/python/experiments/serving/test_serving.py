@@ -22,13 +22,7 @@ from hopper_attention.experiments.bench import run as bench
 from hopper_attention.experiments.bench.compare import OVER_BEST, compare
 from hopper_attention.experiments.bench.peers import Limits, Setting, always_available
 from hopper_attention.experiments.bench.results import Failed, Measured
-from hopper_attention.experiments.bench.timing import (
-    AfterOtherWork,
-    Calibration,
-    Effort,
-    GpuLostError,
-    Launch,
-)
+from hopper_attention.experiments.bench.timing import Calibration, Effort, GpuLostError, Launch
 from hopper_attention.experiments.features.run import WorkloadLostError
 from hopper_attention.experiments.features.spec import FAMILIES
 from hopper_attention.experiments.serving import checks, run, spec
@@ -334,29 +328,6 @@ def run_fakes(monkeypatch: pytest.MonkeyPatch) -> tuple[ServingReport, list[Serv
         (RAGGED, EQUAL, PAGED), peers, SETTING, EFFORT, commit="c0ffee" * 6, save=saved.append
     )
     return report, saved
-
-
-def test_a_batch_and_the_launch_before_it_come_after_other_work() -> None:
-    watch, done = FakeStopwatch({"launch": Calibration(1e-3, 1e-6)}), []
-
-    def launch() -> None:
-        done.append("launch")
-
-    behind = AfterOtherWork(watch, lambda: done.append("other"))
-    assert behind.calibrate([launch]) == watch.costs["launch"] and done == []
-    interval = behind.measure([launch], 3, 0.0)
-    assert done == ["other", "launch"] and watch.played == ["launch"]
-    assert interval == FakeStopwatch(watch.costs).measure([launch], 3, 0.0)
-    behind.synchronize()
-
-
-def test_other_memory_fills_l2_twice() -> None:
-    watch = FakeStopwatch({})
-    assert run.after_others(watch, 0, "cpu") is watch
-    behind = run.after_others(watch, 50 << 20, "cpu")
-    assert isinstance(behind, AfterOtherWork) and behind.stopwatch is watch
-    others = behind.work.__self__  # type: ignore[attr-defined]
-    assert others.nbytes == 100 << 20 and behind.work() == 0
 
 
 def test_a_run_checks_then_times_the_fastest_right_way(monkeypatch: pytest.MonkeyPatch) -> None:
