@@ -21,6 +21,9 @@ LANES = 32
 QUANTUM = 400
 """Instructions of a warp before another has its turn."""
 
+SPINS = 20
+"""Rounds in which the same warps as before have moved, and so may wait in a loop: then a late copy arrives."""
+
 REGISTERS = {"p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64, "f": np.uint32}
 SWIZZLE_BITS = {0: 0, 1: 3, 2: 2, 3: 1}
 """By the code in a WGMMA descriptor: how many address bits, from bit 4, are flipped by those from bit 7."""
@@ -500,15 +503,20 @@ def run(program: Program, *ctas: Cta) -> None:
         cta.cluster, cta.rank = list(ctas), rank
         warps += [Warp(program, cta, number, program.threads) for number in range(program.threads // LANES)]
     with np.errstate(all="ignore"):
+        moved: set[Warp] = set()
+        alike = 0
         while running := [warp for warp in warps if not warp.has_ended]:
-            moved = [running[i].turn() for i in order.permutation(len(running))]
+            turns = [running[i] for i in order.permutation(len(running))]
+            before, moved = moved, {warp for warp in turns if warp.turn()}
+            alike = alike + 1 if moved == before else 0
             for cta in ctas:
                 if all(warp.has_ended for warp in warps if warp.cta is cta):
                     _end(cta, [warp for warp in warps if warp.cta is cta])
-            if not any(moved):
-                waiting = [cta for cta in ctas if cta.arriving]
-                assert waiting, "every warp waits for another"
+            waiting = [cta for cta in ctas if cta.arriving]
+            assert moved or waiting, "every warp waits for another"
+            if waiting and (not moved or alike >= SPINS):
                 waiting[order.integers(len(waiting))].arriving.pop(0)()
+                alike = 0
 
 
 def _end(cta: Cta, warps: list[Warp]) -> None:
