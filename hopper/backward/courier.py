@@ -110,7 +110,7 @@ class Courier(LoopInvariant):
         state, place = state_of(self.config.stages, block), self.added.iterator + tile
         if cute.arch.lane_idx() == 0:
             # Before there is something to add: where its turn has come by then, nothing waits for the count.
-            wait_for_turn(place, turn)
+            wait_for_turn(place, turn, self.config.layout != DENSE)
         cute.arch.sync_warp()
         self.pipe.consumer_wait(state)
         if cute.arch.lane_idx() == 0:
@@ -131,4 +131,4 @@ class Courier(LoopInvariant):
             self.pipe.consumer_release(state)
             # Until the sums are written, and not only read from here: what the count promises the next one.
             cute.arch.cp_async_bulk_wait_group(0, read=False)
-            count_up(place, turn)
+            count_up(place, turn, self.config.layout != DENSE)

@@ -288,7 +288,7 @@ class PairedBackwardKernel:
             for wg, turns in enumerate(pipes.turns):
                 if warp_idx == 1 + wg:
                     added = mTurns[rank * c.consumers + wg, None, batch]
-                    self._keep_turns(TurnKeeper(turns, added), problem)
+                    self._keep_turns(TurnKeeper(turns, added, c.layout != DENSE), problem)
         else:
             cute.arch.setmaxregister_increase(c.registers.consumer)
             wg = warp_idx // WARPS_PER_WARPGROUP - 1

@@ -24,6 +24,9 @@ QUANTUM = 400
 SPINS = 20
 """Rounds in which the same warps as before have moved, and so may wait in a loop: then a late copy arrives."""
 
+MOST_SPINS = 1000
+"""The same, where no copy is under way: then they wait for ever."""
+
 REGISTERS = {"p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64, "f": np.uint32}
 SWIZZLE_BITS = {0: 0, 1: 3, 2: 2, 3: 1}
 """By the code in a WGMMA descriptor: how many address bits, from bit 4, are flipped by those from bit 7."""
@@ -514,6 +517,7 @@ def run(program: Program, *ctas: Cta) -> None:
                     _end(cta, [warp for warp in warps if warp.cta is cta])
             waiting = [cta for cta in ctas if cta.arriving]
             assert moved or waiting, "every warp waits for another"
+            assert waiting or alike < MOST_SPINS, "warps wait in a loop for what no other does"
             if waiting and (not moved or alike >= SPINS):
                 waiting[order.integers(len(waiting))].arriving.pop(0)()
                 alike = 0

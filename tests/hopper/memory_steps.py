@@ -140,17 +140,19 @@ def atom(name: str, ops: list[str]) -> Step:
 
 
 def red(name: str, ops: list[str]) -> Step:
-    """Adds some float32 next to each other for each lane."""
-    assert name in ("red.global.add.v4.f32", "red.global.add.f32"), name
+    """Adds some float32 next to each other for each lane, or raises an int32."""
+    name = ".".join(part for part in name.split(".") if part not in UNHEARD)
+    assert name in ("red.global.add.v4.f32", "red.global.add.f32", "red.global.max.s32"), name
+    apply, dtype = (np.maximum, np.int32) if name.endswith("max.s32") else (np.add, np.float32)
     (base, offset), registers = address_of(ops[0]), operands_of(ops[1].strip("{}"))
     size = 4 * len(registers)
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         addresses = warp.get(base, np.uint64)[mask] + np.uint64(offset % 2**64)
-        values = np.stack([warp.get(x, np.float32) for x in registers], 1)[mask]
+        values = np.stack([warp.get(x, dtype) for x in registers], 1)[mask]
         for data, which, at in warp.cta.places(addresses, size):
-            sums = in_words(data, 4).view(np.float32)
-            np.add.at(sums, at[:, None] // 4 + np.arange(len(registers)), values[which])
+            sums = in_words(data, 4).view(dtype)
+            apply.at(sums, at[:, None] // 4 + np.arange(len(registers)), values[which])
 
     return step
 

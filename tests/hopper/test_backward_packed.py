@@ -163,6 +163,21 @@ def test_the_first_key_tile_stores_its_part(dtype, head_dim, causal, sequences, 
     check(dtype, head_dim, causal, *sequences, heads, True, ctas=ctas, timing=timing)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("offsets", [(0, 140, 30, 150), (0, 300, 340, 0)], ids=str)
+def test_sequences_that_overlap_do_not_wait_for_ever(head_dim: int, offsets: tuple[int, ...]) -> None:
+    """Which share query tiles, and so their counts. dQ is anything then."""
+    total = max(offsets)
+    rows, every = Packed(offsets, total), Packed.of((total,))
+    inputs = draw(torch.bfloat16, every, every, (1, 1), head_dim)
+    out, lse = torch.zeros(total, 1, head_dim).bfloat16(), torch.zeros(1, total)
+    for ordered in (False, True):
+        config = select("bfloat16", head_dim, True, ordered, False, layout="varlen")
+        assert config.stores_first == ordered
+        _, *of_keys = packed_backward_on_numpy(config, tuple(inputs), (out, lse), (rows, rows), LATE, ctas=2)
+        assert all(grad.shape == (total, 1, head_dim) for grad in of_keys)
+
+
 def test_first_parts_are_stored_of_packed_sequences_in_a_fixed_order() -> None:
     for head_dim in (64, 96, 128, 192, 256):
         for causal in (False, True):

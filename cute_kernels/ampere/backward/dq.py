@@ -17,6 +17,7 @@ from cute_kernels.ampere.config import WARP_THREADS
 from cute_kernels.backward.turns import count_up, wait_for_count
 from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.problem import DENSE
 
 WORD_BYTES = 4
 
@@ -49,14 +50,18 @@ class GradientOfQ(LoopInvariant):
         for part in cutlass.range_constexpr(self.config.dq_passes):
             accs = make(part)
             if const_expr(self.config.ordered and part == 0):
-                wait_for_count(*self._count_and_turn(place))
+                wait_for_count(*self._count_and_turn(place), self._is_shared)
                 cute.arch.sync_warp()
             self._add_part(accs, place, part)
         if const_expr(self.config.ordered):
             cute.arch.fence_acq_rel_gpu()
             cute.arch.sync_warp()
             if self.lane == 0:
-                count_up(*self._count_and_turn(place))
+                count_up(*self._count_and_turn(place), self._is_shared)
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.config.layout != DENSE
 
     def _pinned(self, place: tuple) -> tuple[Int32, ...]:
         """Where a warp's part lies, or else addresses are computed before the loop over blocks and held in registers
