@@ -287,6 +287,9 @@ tiles of 64 rows."""
 TILE_N_SWAPPED = {64: 128, 128: 128, 192: 64, 256: 64}
 """The same for a swapped kernel."""
 
+MOST_RAW_STAGES = 28
+"""What there is room for the barriers of."""
+
 TILE_M = {"": (32, 64), E4M3: (*SWAPPED_TILE_M, 32, 64)}
 """Rows that a tile may have with a cache of 16 bits, or of e4m3. P for an output in float16 has 11 bits, and is not
 split."""
@@ -391,7 +394,7 @@ def select_decode_config(
         of_stage = columns + (scale_bytes(tile_n) if others.get("row_scales") else 0)
         stages = (room - swapped_bytes(tile_m, d, tile_n)) // of_stage
     elif cache_dtype:
-        raw_stages = (room - 2 * stages * columns) // columns
+        raw_stages = min((room - 2 * stages * columns) // columns, MOST_RAW_STAGES)
     others["e4m3_queries"] = others.get("e4m3_queries", False) and tile_m in SWAPPED_TILE_M
     config = DecodeConfig(
         dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, raw_stages=raw_stages, **others

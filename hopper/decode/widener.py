@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32
+from cutlass import Boolean, Int32
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.invariant import LoopInvariant
@@ -59,25 +59,35 @@ class Widener(LoopInvariant):
         """One block."""
         c, raw, wide = self.config, self.raw, self.wide
         columns = cute.size(raw.smem, mode=[1])
-        vectors = c.tile_n * columns // (VECTOR * WARPGROUP_THREADS)
+        vectors = c.tile_n * columns // VECTOR
+        steps = -(-vectors // WARPGROUP_THREADS)
         source = self._vectors(raw, columns, raw_state.index)
         target = self._chunks(wide, columns, state.index)
         raw.pipe.consumer_wait(raw_state)
         wide.pipe.producer_acquire(state)
-        for first in cutlass.range_constexpr(0, vectors, AT_A_TIME):
+        for first in cutlass.range_constexpr(0, steps, AT_A_TIME):
             loaded = []
-            for i in cutlass.range_constexpr(first, min(first + AT_A_TIME, vectors)):
+            for i in cutlass.range_constexpr(first, min(first + AT_A_TIME, steps)):
                 words = cute.make_rmem_tensor(CHUNK_WORDS, Int32)
-                cute.autovec_copy(source[None, self.thread + i * WARPGROUP_THREADS], words)
+                self._load(source, i, words)
                 loaded.append(words)
-            for i in cutlass.range_constexpr(first, min(first + AT_A_TIME, vectors)):
+            for i in cutlass.range_constexpr(first, min(first + AT_A_TIME, steps)):
                 vector = self.thread + i * WARPGROUP_THREADS
-                self._store(target, vector * VECTOR // columns, vector * VECTOR % columns, loaded[i - first])
+                place, words = (vector * VECTOR // columns, vector * VECTOR % columns), loaded[i - first]
+                if is_there(i, vector, vectors):
+                    self._store(target, *place, words)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         raw.pipe.consumer_release(raw_state)
         if self.lane == 0:
             wide.pipe.producer_commit(state)
+
+    @cute.jit
+    def _load(self, source: cute.Tensor, i: cutlass.Constexpr[int], words: cute.Tensor):
+        """The thread's vector of step ``i``, if there is one."""
+        vector, vectors = self.thread + i * WARPGROUP_THREADS, cute.size(source, mode=[1])
+        if is_there(i, vector, vectors):
+            cute.autovec_copy(source[None, vector], words)
 
     @cute.jit
     def _store(self, target: cute.Tensor, row: Int32, column: Int32, words: cute.Tensor):
@@ -107,6 +117,11 @@ class Widener(LoopInvariant):
             stride=(1, CHUNK_WORDS, row, row * c.tile_n),
         )
         return cute.make_tensor((start + stage * (c.tile_n * columns // 2)).align(16), layout)
+
+
+def is_there(step: int, vector: Int32, vectors: int) -> bool | Boolean:
+    """Whether a thread has a vector in a step: always, but in the last one of a block of few."""
+    return True if (step + 1) * WARPGROUP_THREADS <= vectors else vector < vectors
 
 
 def widen_e4m3(word: Int32) -> tuple[Int32, Int32]:

@@ -65,6 +65,7 @@ def compile_kernels(
     """Compile kernels ahead of time, in parallel; no GPU is needed. Any other is compiled when it is first
     called. Ctrl-C stops at once, and what was finished stays."""
     with one_line_errors():
+        from hopper_attention.checks import check_count
         from hopper_attention.cli_views import compile_summary
         from hopper_attention.compile_cache import cache_dir, read_entry
 
@@ -73,13 +74,15 @@ def compile_kernels(
         configs = [config for config in kernels if only in config.name]
         if not configs:
             raise ValueError(f"only is {only!r}, allowed: part of a config's name, as fp16_d64")
-        processes = jobs or min(8, os.cpu_count() or 1)
+        processes = check_count("jobs", jobs, 0) or min(8, os.cpu_count() or 1)
+        if objects != NO_FILE:
+            # Before minutes of work, if it cannot be made.
+            Path(objects).mkdir(parents=True, exist_ok=True)
         console = console_for(json_path)
         console.print(announcement(configs, archs, processes), soft_wrap=True)
         results = compile_and_show(configs, processes)
         if objects != NO_FILE:
             folder = Path(objects)
-            folder.mkdir(parents=True, exist_ok=True)
             for result in results:
                 if not result.error:
                     (folder / f"{result.config.name}.o").write_bytes(read_entry(result.path))

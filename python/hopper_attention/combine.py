@@ -80,9 +80,9 @@ def flash_attn_combine(
     if out is not None:
         _check_out(TensorSpec.of(out), TensorSpec.of(out_partial), dtype)
     wants_lse = checks.check_flag("return_lse", return_lse)
-    if needs_gradient(out_partial, lse_partial):
+    if needs_gradient(out_partial, lse_partial, *(() if out is None else (out,))):
         raise NotImplementedError(
-            "out_partial or lse_partial requires a gradient: merging has none; call it under torch.no_grad()"
+            "out_partial, lse_partial or out requires a gradient: merging has none; call it under torch.no_grad()"
         )
     is_plain = is_plain_call(out_partial, lse_partial, out_partial if out is None else out)
     if is_plain:

@@ -247,6 +247,7 @@ def get_scheduler_metadata(
 
 
 def _check_size(name: str, size: Any) -> None:
+    size = checks.python_int(size)
     if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
         raise TypeError(f"{name} is a {type(size).__name__}, {size!r}, allowed: an int")
     if size < 0:

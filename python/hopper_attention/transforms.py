@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 from hopper_attention import compiled
+from hopper_attention.autocast import without_autocast
 from hopper_attention.plain_calls import are_plain_arguments, is_transformed, records_gradient
 
 Results = tuple[Tensor, ...]
@@ -168,7 +169,8 @@ def _each_by_itself(
         for x, dim in zip(arguments, dims, strict=True)
     ]
     results = [call(*sample) for sample in zip(*tensors, strict=True)]
-    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    with without_autocast(results[0][0].device):
+        return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
 
 
 def _samples_first(x: Tensor, dim: int | None, samples: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.problem import MAX_HEAD_DIM
+from hopper_attention.autocast import without_autocast
 
 COLUMN_STEP = 16
 """Columns of parts come in multiples of this many, so that TMA can address parts of one byte an element too."""
@@ -34,7 +35,8 @@ def part_widths(head_dim_v: int) -> tuple[int, ...]:
 def attend_in_parts(v: Tensor, attend: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """out (..., dv) and lse of attention to v, where ``attend`` gives those of some of its columns."""
     results = [attend(part) for part in v.split(part_widths(v.shape[-1]), -1)]
-    return torch.cat([out for out, _ in results], -1), results[0][1]
+    with without_autocast(v.device):
+        return torch.cat([out for out, _ in results], -1), results[0][1]
 
 
 def differentiate_in_parts(
@@ -54,5 +56,6 @@ def differentiate_in_parts(
         for i, (dout_part, v_part, out_part) in enumerate(parts)
     ]
     dqs, dks, dvs = zip(*gradients, strict=True)
-    dq, dk = (torch.stack(parts).sum(0, dtype=torch.float32).to(v.dtype) for parts in (dqs, dks))
-    return dq, dk, torch.cat(dvs, -1)
+    with without_autocast(v.device):
+        dq, dk = (torch.stack(parts).sum(0, dtype=torch.float32).to(v.dtype) for parts in (dqs, dks))
+        return dq, dk, torch.cat(dvs, -1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper.decode.config import E4M3, DecodeConfig
+from hopper.decode.config import E4M3, DecodeConfig, select_decode_config
 from hopper.decode.producer import EVICT_FIRST
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive
@@ -49,6 +49,16 @@ WIDENED = DecodeConfig("bfloat16", 64, 128, True, 32, 2, 16, sinks=True, cache_d
 SWAPPED = replace(WIDENED, tile_n=64, stages=3, raw_stages=0, tile_m=8)
 SWAPPED_4 = replace(SWAPPED, tile_m=4, tile_n=128, head_dim=128, box_rows=128, paged=False, leftpad=True)
 SWAPPED_16 = replace(SWAPPED, tile_m=16, head_dim=192, head_dim_v=64, window=True, limits_splits=True)
+
+
+def _config_of_many_rows(head_dim: int, head_dim_v: int) -> DecodeConfig:
+    """Of an e4m3 cache."""
+    found = select_decode_config(
+        "bfloat16", head_dim, head_dim_v, True, 16, 8, 34, sinks=True, cache_dtype=E4M3
+    )
+    assert found is not None and found.tile_n == 16
+    return found
+
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 CAP_AND_SINKS = Rules(softcap=4.0, sinks=SINKS)
@@ -125,6 +135,12 @@ def check_numbers(case: Case, queries: Queries, cache: Cache) -> None:
 
 
 OF_E4M3 = {
+    **{
+        f"widened, {d} and {dv} columns and blocks that are no whole step of all threads": Case(
+            _config_of_many_rows(d, dv), (17,), (40, 16, 5), 16, Launch(5, timing=LATE)
+        )
+        for d, dv in ((192, 192), (64, 192))
+    },
     "widened": Case(WIDENED, (3,), (330, 0, 70), 16, Launch(5, timing=LATE)),
     "swapped": Case(SWAPPED, (3,), (330, 0, 70), 16, Launch(5, timing=LATE)),
     "swapped, one row, a leftpad": Case(

@@ -15,7 +15,7 @@ from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.pipeline import PipelineAsync, PipelineTmaAsync
 
 from hopper.compile import compile_kernel
-from hopper.config import SMEM_BYTES, WARPGROUP_ROWS
+from hopper.config import BARRIER_BYTES, SMEM_BYTES, WARPGROUP_ROWS
 from hopper.decode.config import (
     BOX_ROWS,
     COMBINE_BYTES,
@@ -188,6 +188,13 @@ def test_every_head_dim_has_a_config_that_covers_it() -> None:
                 most = PAIRED_TILE_M if max(d, dv) <= 128 and rows > WARPGROUP_ROWS else WARPGROUP_ROWS
                 assert min(rows, most) <= config.tile_m <= most
                 assert config.smem_bytes <= SMEM_BYTES - COMBINE_BYTES
+
+
+def test_widened_kernels_have_room_for_their_barriers() -> None:
+    for d, dv, rows in product(HEAD_DIMS[:3], HEAD_DIMS[:3], (20, 33)):
+        config = config_of("float16", (d, dv), 16, 8, rows=rows, cache_dtype=E4M3)
+        # Full and empty, of K and of V, each of 8 bytes.
+        assert config.is_widened and 32 * (config.stages + config.raw_stages) <= BARRIER_BYTES
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

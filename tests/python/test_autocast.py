@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from hopper_attention import (
+    apply_rotary,
     explain,
     explain_fp8,
     flash_attn_fp8_func,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
     quantize_qkv,
 )
 from hopper_attention.autocast import without_autocast
@@ -167,3 +170,42 @@ def test_explain_says_what_is_cast() -> None:
 def test_devices_without_autocast() -> None:
     with without_autocast(torch.device("meta")):
         assert flash_attn_func(*(x.half().to("meta") for x in qkv())).is_meta
+
+
+def wide_values(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v.repeat(1, 1, 1, 5))]
+    out = flash_attn_func(*leaves, causal=True)
+    # The sum is of float32, so that autograd has nothing of its own to cast.
+    return out.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)
+
+
+def a_sample_at_a_time(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bounds = torch.tensor([0, 5, 37], dtype=torch.int32)
+    rows = k[0, :37], v[0, :37]
+    return torch.vmap(lambda x: flash_attn_varlen_func(x, *rows, bounds, bounds, 37, 37))(q)
+
+
+def second_queries(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    bounds = torch.tensor([0, 5, 37], dtype=torch.int32)
+    rows, options = (q[0], k[0, :37], v[0, :37]), {"qv": q[0], "backend": "reference"}
+    packed = flash_attn_varlen_func(*rows, bounds, bounds, 37, 37, **options)
+    return packed, flash_attn_with_kvcache(q, k, v, qv=q, cache_seqlens=3)
+
+
+def rotated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    angle = torch.linspace(0, 3, 53 * 16).view(1, 53, 16)
+    return apply_rotary(q, k[:, :37], angle.cos()[:, :37], angle.sin()[:, :37])
+
+
+@pytest.mark.parametrize("call", [wide_values, a_sample_at_a_time, second_queries, rotated])
+@pytest.mark.parametrize(("dtype", "other"), [(BF16, torch.float16), (torch.float16, BF16)])
+def test_a_region_of_another_16_bit_dtype_changes_nothing(
+    call: Callable, dtype: torch.dtype, other: torch.dtype
+) -> None:
+    """Where tensors are joined, too: torch refuses to under autocast."""
+    inputs = qkv(dtype)
+    expected = call(*inputs)
+    with region(other):
+        found = call(*inputs)
+    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    assert all(torch.equal(a, b) and a.dtype == dtype for a, b in pairs)

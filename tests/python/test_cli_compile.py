@@ -91,6 +91,18 @@ def test_compile_reports_each_config_and_fails_if_one_did(cache_folder: Path) ->
     assert {path.name: path.read_text() for path in folder.iterdir()} == {f"{n}.o": n for n in names[:-1]}
 
 
+def test_what_cannot_be_is_said_before_anything_is_compiled(cache_folder: Path) -> None:
+    file = cache_folder / "file"
+    file.write_text("")
+    for arguments, message in (
+        (("--jobs", -3), "jobs is -3, allowed: 0 or more"),
+        (("--objects", file), "file"),
+    ):
+        result = call(*arguments, "--arch", "sm_90a")
+        assert result.exit_code != 0 and message in result.output
+        assert "at a time" not in result.output
+
+
 def test_sm_90a_is_the_kernels_of_hopper_and_another_arch_those_without_wgmma(cache_folder: Path) -> None:
     assert compiled_for("--arch", "sm_90a") == [config.name for config in hopper_kernels()]
     names = compiled_for("--arch", "sm_86")

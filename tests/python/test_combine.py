@@ -112,6 +112,7 @@ OUT, LSE = torch.zeros(3, 2, 5, 4, 24), torch.zeros(3, 2, 5, 4)
         ({"out": OUT[0].to("meta")}, ValueError, "out is on meta, allowed: the device of out_partial, cpu"),
         ({"return_lse": 2}, ValueError, "return_lse is 2, allowed: True or False"),
         ({"out_partial": OUT.clone().requires_grad_()}, NotImplementedError, "requires a gradient: merging has none"),
+        ({"out": OUT[0].clone().requires_grad_()}, NotImplementedError, "out requires a gradient: merging has none"),
     ],
 )  # fmt: skip
 def test_bad_arguments(bad: dict[str, Any], error: type[Exception], message: str) -> None:

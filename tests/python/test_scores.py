@@ -162,6 +162,16 @@ def test_sinks_of_the_dtype_of_q_and_under_autocast() -> None:
     assert torch.equal(cast, flash_attn_func(q, k, v, sinks=sinks.detach(), softcap=3.0))
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_sink_that_has_all_weight(backend: str) -> None:
+    q = torch.randn(1, 3, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sinks = torch.tensor([math.inf, -math.inf])
+    out, lse = flash_attn_func(q, q, q, sinks=sinks, backend=backend, return_attn_probs=True)
+    plain, plain_lse = flash_attn_func(q, q, q, backend=backend, return_attn_probs=True)
+    assert not out[:, :, 0].any() and torch.equal(lse[:, 0], torch.full((1, 3), math.inf))
+    assert torch.equal(out[:, :, 1], plain[:, :, 1]) and torch.equal(lse[:, 1], plain_lse[:, 1])
+
+
 def test_the_gradient_of_the_sinks_can_be_differentiated_again() -> None:
     inputs, sinks = [x.requires_grad_() for x in qkv()], torch.linspace(-1, 1, 4).requires_grad_()
     exact = [x.detach().double().requires_grad_() for x in (*inputs, sinks)]

@@ -14,6 +14,7 @@ from cute_kernels.problem import MAX_TILES
 from cute_kernels.rotation.config import VECTOR, RotationConfig
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
+from hopper_attention.autocast import ignores_autocast
 from hopper_attention.backends import target_of, why_not_ampere
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_of
@@ -90,6 +91,7 @@ def _addressable(x: Tensor) -> Tensor:
     return x if lies_in_vectors(x, VECTOR) else contiguous_copy(x)
 
 
+@ignores_autocast
 def _rotate_one(x: Tensor, angles: Angles, sign: float) -> Tensor:
     """In plain torch, on any device; what is not float64 in float32."""
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hopper_attention.autocast import without_autocast
+
 
 def join_qv(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: torch.Tensor | None
@@ -27,4 +29,5 @@ def join_qv(
         raise TypeError(f"qv has dtype {qv.dtype}, allowed: the dtype of q, {q.dtype}")
     if qv.device != q.device:
         raise ValueError(f"qv is on {qv.device}, allowed: the device of q, {q.device}")
-    return torch.cat([q, qv], -1), torch.cat([k, v], -1)
+    with without_autocast(q.device):
+        return torch.cat([q, qv], -1), torch.cat([k, v], -1)

@@ -7,6 +7,7 @@ lengths.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -95,8 +96,10 @@ def tiled_forward(
                 weights = dropped(weights, drops.of_group(rows, cols, shape.kv_heads))
             acc_o = acc_o * rescale + masked_matmul(weights, v_j, visible)
         if sinks is not None:
-            p, rescale = softmax.step(terms.sink_column(q_i) * LOG2_E)
-            softmax.add(p, rescale)
+            column = terms.sink_column(q_i) * LOG2_E
+            has_all = column == math.inf
+            p, rescale = softmax.step(column)
+            softmax.add(p.masked_fill(has_all, 1.0), rescale)
             acc_o = acc_o * rescale
         o_i = softmax.normalize(acc_o) * (1.0 if drops is None else drops.factor)
         out[:, :, :, rows.slice] = o_i.unflatten(2, (shape.group, -1)).to(q.dtype)
