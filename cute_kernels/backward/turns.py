@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32
 
 
 @cute.jit
-def wait_for_count(place: cute.Pointer, count: Int32, is_shared: cutlass.Constexpr[bool] = False):
+def wait_for_count(place: cute.Pointer, count: Int32, is_shared: cutlass.Constexpr[bool]):
     """Wait until an int32 in global memory has a value, and see what was written before it got it."""
     seen = Int32(-1)
     while _is_early(seen, count, is_shared):
@@ -20,7 +20,7 @@ def wait_for_count(place: cute.Pointer, count: Int32, is_shared: cutlass.Constex
 
 
 @cute.jit
-def wait_for_turn(place: cute.Pointer, count: Int32, is_shared: cutlass.Constexpr[bool] = False):
+def wait_for_turn(place: cute.Pointer, count: Int32, is_shared: cutlass.Constexpr[bool]):
     """``wait_for_count`` for a warp that may ask long before its turn comes: it pauses for some 100 ns between two
     questions, each of which empties the L1 cache of the SM."""
     seen = _read(place)
@@ -40,7 +40,7 @@ def _read(place: cute.Pointer) -> Int32:
 
 
 @cute.jit
-def count_up(place: cute.Pointer, count: Int32, is_shared: cutlass.Constexpr[bool] = False):
+def count_up(place: cute.Pointer, count: Int32, is_shared: cutlass.Constexpr[bool]):
     """Set the int32 to one more than ``count``, or raise it to that, behind what this thread has written or seen
     written."""
     how = "red.release.gpu.global.max" if is_shared else "st.release.gpu.global"
@@ -48,7 +48,7 @@ def count_up(place: cute.Pointer, count: Int32, is_shared: cutlass.Constexpr[boo
 
 
 @cute.jit
-def count_up_for_all(place: cute.Pointer, count: Int32, is_shared: cutlass.Constexpr[bool] = False):
+def count_up_for_all(place: cute.Pointer, count: Int32, is_shared: cutlass.Constexpr[bool]):
     """``count_up`` behind what other threads have written and this one knows, by a barrier, to be written: the fence
     and what is relaxed behind it release all of that together."""
     cute.arch.fence_acq_rel_gpu()

@@ -273,6 +273,7 @@ def gains_by_a_stage(config: DecodeConfig) -> bool:
 
 
 def with_a_stage_more(config: DecodeConfig) -> DecodeConfig:
+    """The same kernel with one key block more in shared memory."""
     return replace(config, stages=config.stages + 1)
 
 
@@ -288,7 +289,8 @@ TILE_N_SWAPPED = {64: 128, 128: 128, 192: 64, 256: 64}
 """The same for a swapped kernel."""
 
 MOST_RAW_STAGES = 28
-"""What there is room for the barriers of."""
+"""Of an e4m3 cache: each stage has 32 bytes of barriers, full and empty of K and of V, and BARRIER_BYTES hold those of
+32 stages, others than these among them."""
 
 TILE_M = {"": (32, 64), E4M3: (*SWAPPED_TILE_M, 32, 64)}
 """Rows that a tile may have with a cache of 16 bits, or of e4m3. P for an output in float16 has 11 bits, and is not

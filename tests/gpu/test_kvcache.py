@@ -308,10 +308,8 @@ def test_pages_change_no_bit(cache_dtype: torch.dtype, queries: int, head_dim: i
         assert torch.equal(out, plain) and torch.equal(lse, plain_lse) and not out.isnan().any(), page_size
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "queries", "stages"), [(128, 1, 3), (128, 4, 3), (64, 1, 3), (256, 1, 3)]
-)
-def test_small_pages_of_long_caches_change_no_bit(head_dim: int, queries: int, stages: int) -> None:
+@pytest.mark.parametrize(("head_dim", "queries"), [(128, 1), (128, 4), (64, 1), (256, 1)])
+def test_small_pages_of_long_caches_change_no_bit(head_dim: int, queries: int) -> None:
     """Where another block of keys is under way than without pages."""
     torch.manual_seed(4)
     lengths = [33_000, 1, 777, 9_001]
@@ -320,7 +318,7 @@ def test_small_pages_of_long_caches_change_no_bit(head_dim: int, queries: int, s
     for page_size in (8, 16):
         cache = filled(lengths, page_size, torch.bfloat16, head_dim)
         plan = explain_kvcache(q, **cache, **of_step)
-        assert isinstance(plan.config, DecodeConfig) and plan.config.stages == stages
+        assert isinstance(plan.config, DecodeConfig) and plan.config.stages == 3
         rows = [cache[name][cache["page_table"].long()].flatten(1, 2) for name in ("k_cache", "v_cache")]
         out, lse = flash_attn_with_kvcache(q, **cache, **of_step, return_softmax_lse=True)
         plain, plain_lse = flash_attn_with_kvcache(q, *rows, **of_step, return_softmax_lse=True)

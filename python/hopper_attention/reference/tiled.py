@@ -97,6 +97,7 @@ def tiled_forward(
             acc_o = acc_o * rescale + masked_matmul(weights, v_j, visible)
         if sinks is not None:
             column = terms.sink_column(q_i) * LOG2_E
+            # Of an infinite sink exponents are inf - inf: it has all of the row's weight.
             has_all = column == math.inf
             p, rescale = softmax.step(column)
             softmax.add(p.masked_fill(has_all, 1.0), rescale)

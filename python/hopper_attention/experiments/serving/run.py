@@ -355,8 +355,12 @@ def after_others(stopwatch: Stopwatch, l2_bytes: int, device: str) -> Stopwatch:
     """
     if not l2_bytes:
         return stopwatch
-    others = torch.zeros(2 * l2_bytes // 4, device=device)
-    return AfterOtherWork(stopwatch, others.sum)
+    return AfterOtherWork(stopwatch, other_memory(l2_bytes, device).sum)
+
+
+def other_memory(l2_bytes: int, device: str) -> Tensor:
+    """float32, of twice as many bytes as L2 has, and of no peer."""
+    return torch.zeros(2 * l2_bytes // 4, device=device)
 
 
 @contextmanager

@@ -25,6 +25,5 @@ def test_other_memory_fills_l2_twice() -> None:
     watch = FakeStopwatch({})
     assert run.after_others(watch, 0, "cpu") is watch
     behind = run.after_others(watch, 50 << 20, "cpu")
-    assert isinstance(behind, AfterOtherWork) and behind.stopwatch is watch
-    others = behind.work.__self__  # type: ignore[attr-defined]
-    assert others.nbytes == 100 << 20 and behind.work() == 0
+    assert isinstance(behind, AfterOtherWork) and behind.stopwatch is watch and behind.work() == 0
+    assert run.other_memory(50 << 20, "cpu").nbytes == 100 << 20
