@@ -29,7 +29,8 @@ from hopper.wgmma import issue_gemm, keep_descriptor
 class Consumer(LoopInvariant):
     """Q in registers, as the A operand of Q K^T; O in ``acc``; K and V are read from shared memory, where they arrive.
 
-    Rows of a WGMMA that no tile has stay zero in Q and in P.
+    Rows of a WGMMA that no tile has stay zero in Q, and nobody looks at what they have in P. A warp without a row of
+    the tile leaves the softmax out: with 4 rows three of four, and a CTA reads 11 % faster (``decode_many.json``).
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Consumer(LoopInvariant):
         transposed = cute.make_tensor(v.smem.iterator, cute.select(v.smem.layout, mode=[1, 0, 2]))
         self.tOrV = keep_descriptor(self.pv.make_fragment_B(self.pv.get_slice(0).partition_B(transposed)))
         cute.recast_tensor(self.tOrP, Int32).fill(0)
+        # Whether the warp has a row of the tile.
+        self.has_rows = cute.make_rmem_tensor(1, Int32)
         self.acc = cute.make_rmem_tensor(self.pv.partition_shape_C((WARPGROUP_ROWS, c.head_dim_v)), Float32)
 
     def rows_of(self, tile: TileRows) -> HeadRows:
@@ -88,6 +91,7 @@ class Consumer(LoopInvariant):
         """The thread's rows of Q; zeros for rows and columns that there are not. ``scale_log2`` is that of scores."""
         has_descale = const_expr(bool(self.config.cache_dtype))
         self.softmax.scale_log2 = scale_of_scores(scale_log2) if has_descale else scale_log2
+        self.has_rows[0] = Int32(rows.are_any)
         words = cute.recast_tensor(self.tSrQ, Int32)
         words.fill(0)
         for r in cutlass.range_constexpr(self.config.rows_per_thread):
@@ -114,13 +118,15 @@ class Consumer(LoopInvariant):
         acc_S = cute.make_rmem_tensor(
             self.qk.partition_shape_C((WARPGROUP_ROWS, self.config.tile_n)), Float32
         )
+        has_rows = self.has_rows[0] != 0
         self.softmax.start()
         self.acc.fill(0.0)
         self._start_scores(acc_S, state)
         warpgroup.wait_group(0)
         self.k.release(state, self.thread % 32)
-        self._exponentiate(acc_S, mask, edges, end - 1)
-        self._store_P(acc_S)
+        if has_rows:
+            self._exponentiate(acc_S, mask, edges, end - 1)
+            self._store_P(acc_S)
         for step in cutlass.range(end - first - 1, unroll=1):
             block = end - 1 - step
             v_state = state.clone()
@@ -129,11 +135,13 @@ class Consumer(LoopInvariant):
             self._start_product(mask.seqlens.seqlen_k, block, v_state)
             warpgroup.wait_group(1)
             self.k.release(state, self.thread % 32)
-            self._exponentiate(acc_S, mask, edges, block - 1)
+            if has_rows:
+                self._exponentiate(acc_S, mask, edges, block - 1)
             warpgroup.wait_group(0)
             self.v.release(v_state, self.thread % 32)
-            self.softmax.rescale_if_needed(self.acc)
-            self._store_P(acc_S)
+            if has_rows:
+                self.softmax.rescale_if_needed(self.acc)
+                self._store_P(acc_S)
         self._start_product(mask.seqlens.seqlen_k, first, state)
         warpgroup.wait_group(0)
         self.v.release(state, self.thread % 32)

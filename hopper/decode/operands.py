@@ -13,7 +13,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.problem import VARLEN
 from cute_kernels.window import sides_of, window_of
 from hopper.config import WARPGROUP_THREADS
-from hopper.decode.batch import CacheBatch, LaneBlocks
+from hopper.decode.batch import CacheBatch, Scanned
 from hopper.decode.config import DecodeConfig
 from hopper.decode.schedule import HeadsTogether, Pieces, TileParts
 
@@ -113,7 +113,7 @@ class Work(LoopInvariant):
     cta: Int32
     heads: HeadsTogether
     own: tuple[Int32, ...] = ()
-    scanned: tuple[LaneBlocks, ...] = ()
+    scanned: tuple[Scanned, ...] = ()
 
     def parts(self, start: Int32, blocks: Any) -> TileParts:
         """Of the tile whose blocks begin at ``start``."""
@@ -236,8 +236,8 @@ class CacheLists(NamedTuple):
         max_splits = self.most_parts
         if cluster == 1:
             piece, pieces = place
-            scanned = batch.scan(Int32(0), lane)
-            shared = Pieces(batch.all_units(scanned, lane), pieces)
+            scanned = batch.scan_all(lane)
+            shared = Pieces(scanned.groups.totals[0], pieces)
             return Work(batch, shared, max_splits, piece, heads, scanned=(scanned,))
         cta = place[0]
         own = batch.tile_at(divide(cta, cluster))

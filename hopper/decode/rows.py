@@ -71,6 +71,12 @@ class HeadRows(LoopInvariant):
     def exists(self, r: int) -> Any:
         return self.row(r) < self.tile.count
 
+    @property
+    def are_any(self) -> Any:
+        """Whether the warp has a row that exists."""
+        first = self.warp * (ROW_STRIDE * self.config.rows_per_thread)
+        return cute.arch.make_warp_uniform(first) < self.tile.count
+
     def of(self, tensor: cute.Tensor, r: int) -> cute.Tensor:
         return self.tile.of(tensor, self.row(r))
 

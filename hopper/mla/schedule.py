@@ -87,7 +87,7 @@ def mla_work(
     """The work of one CTA, or cluster; ``place`` are its piece of a row and the most pieces of that."""
     batch = replace(lists.batch(config, mQ, LatentBatch), together=tiles_of_head.count)
     scanned = batch.scan_all(lane)
-    units, tiles = scanned.all_units, scanned.all_tiles
+    units, tiles = scanned.groups.totals
     ctas, tile_cost = shares(units, maximum(tiles, 1), place[1], TILE_COST[config.cluster])
     pieces = LeadingPieces(units + tile_cost * tiles, ctas)
     batch, counted = replace(batch, tile_cost=tile_cost), scanned.with_cost(tile_cost)

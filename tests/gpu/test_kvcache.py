@@ -59,6 +59,14 @@ def test_pages_of_any_size(backend: str, page_size: int, causal: bool) -> None:
     check(replace(NEW, page_size=page_size, interleaved=causal), backend, causal=causal)
 
 
+@pytest.mark.parametrize("sequences", [33, 64, 65, 300, 1100])
+def test_many_sequences(sequences: int) -> None:
+    """Of up to two to a lane of a warp, up to 32, and more; some without a key."""
+    lengths = tuple(37 * n % 150 for n in range(sequences))
+    case = replace(LONG, lengths=lengths, queries=(1,) * sequences, capacity=160, head_dims=(64, 64))
+    check(case, "hopper", causal=True)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts(backend: str, name: str) -> None:
     check(LAYOUTS[name], backend, causal=True)

@@ -371,6 +371,18 @@ def _shfl(name: str, ops: list[str]) -> Step:
     return step
 
 
+def _redux(name: str, ops: list[str]) -> Step:
+    join = {"add": np.add, "max": np.maximum, "min": np.minimum}[name.split(".")[2]]
+    dtype = {"s32": np.int32, "u32": np.uint32}[name.split(".")[3]]
+
+    def step(warp: Warp, mask: np.ndarray) -> None:
+        _meet(warp, mask, ops[-1])
+        joined = join.reduce(warp.get(ops[1], dtype)[mask], dtype=dtype)
+        warp.set(ops[0], np.full(LANES, joined), mask)
+
+    return step
+
+
 def _vote(name: str, ops: list[str]) -> Step:
     def step(warp: Warp, mask: np.ndarray) -> None:
         _meet(warp, mask, ops[-1])
@@ -499,7 +511,7 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "mul": lambda name, ops: _pairs(np.multiply)(name, ops) if name.endswith("f16x2") else _mul(name, ops),
     "shr": _shift(np.right_shift), "mad": _mul, "fma": _fma, "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt,
     "prmt": _prmt, "lop3": _lop3, "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "shfl": _shfl, "vote": _vote,
-    "tanh": _plain(np.tanh), "sqrt": _plain(np.sqrt), "popc": _plain(_count_ones),
+    "redux": _redux, "tanh": _plain(np.tanh), "sqrt": _plain(np.sqrt), "popc": _plain(_count_ones),
     "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
     "cp.async.bulk": bulk, "cp.reduce": bulk, "wgmma.mma_async": wgmma, **MEMORY_STEPS, **WARP_STEPS,
 }  # fmt: skip

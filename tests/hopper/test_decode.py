@@ -314,6 +314,10 @@ CASES = {
     "two consumers, three tiles in parts": Case(
         PAIRED, (130,), (170, 0), 16, Launch(5, row_ctas=1), rules=CAP_AND_SINKS
     ),
+    "more sequences than four times the lanes": Case(
+        PAGED, (1,), (5, 0, 17) * 70 + (90, 1), 16, Launch(7, timing=LATE), (1, 1)
+    ),
+    "two rows of sequences a lane": Case(PAGED, (1,), (5, 0, 17) * 343 + (90,), 16, Launch(3), (1, 1)),
     "more sequences than lanes": Case(PAGED, (1,), (5, 0, 17) * 11 + (90,), 16, Launch(3), (1, 1)),
     "leftpad, window, softcap and sinks": Case(
         PADDED, (9,), (90, 61), 131, Launch(3, timing=LATE), pads=(7, 50), sides=(30, 4), rules=CAP_AND_SINKS
