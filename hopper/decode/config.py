@@ -261,20 +261,17 @@ SMs ask for beyond what keeps memory busy stands in line before it, and a CTA's 
 of e4m3 has what memory is left to it."""
 
 SMALL_BOX_ROWS, FEW_BYTES = 16, 48 * 1024
-"""Boxes of so many keys at most, in pages that lie anywhere, come so unevenly that a third stage is faster: always
-where a block of K and V has no more bytes than that, by 1 to 6 % (``decode_page_stages.json``)."""
+"""Boxes of so many keys at most, in pages that lie anywhere, come so unevenly that where a block of K and V has no more
+bytes than that a third stage is faster, by 1 to 6 % (``decode_page_stages.json``). With 64 KB it is slower
+(``decode_few_rows.json``)."""
 
 
-def gains_by_a_stage(config: DecodeConfig) -> bool:
-    """Whether another key block in shared memory makes long calls faster: of up to 32 rows in small boxes."""
+def stages_of(config: DecodeConfig) -> int:
+    """Key blocks of a kernel that reads a cache of 16 bits: one more for up to 32 rows in small boxes."""
     c = config
-    is_plain = not c.cache_dtype and c.cluster == 1
-    return is_plain and c.tile_m < WARPGROUP_ROWS and c.box_rows <= SMALL_BOX_ROWS and c.stages == STAGES
-
-
-def with_a_stage_more(config: DecodeConfig) -> DecodeConfig:
-    """The same kernel with one key block more in shared memory."""
-    return replace(config, stages=config.stages + 1)
+    is_uneven = c.tile_m < WARPGROUP_ROWS and c.box_rows <= SMALL_BOX_ROWS and c.cluster == 1
+    block_bytes = c.tile_n * (c.head_dim + c.head_dim_v) * c.element_bytes
+    return STAGES + (is_uneven and block_bytes <= FEW_BYTES)
 
 
 TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
@@ -401,7 +398,7 @@ def select_decode_config(
     config = DecodeConfig(
         dtype, d, dv, causal, tile_n, stages, box_rows, tile_m, raw_stages=raw_stages, **others
     )
-    if gains_by_a_stage(config) and columns * config.element_bytes <= FEW_BYTES:
-        config = with_a_stage_more(config)
+    if not cache_dtype:
+        config = replace(config, stages=stages_of(config))
     validate_decode_config(config)
     return config

@@ -13,12 +13,10 @@ from hopper.decode.config import (
     TILE_N_WIDENED,
     DecodeConfig,
     box_rows_of,
-    gains_by_a_stage,
     select_decode_config,
     takes_clusters,
     tile_m_of,
     tile_n_of,
-    with_a_stage_more,
 )
 from hopper_attention.backends import Target
 from hopper_attention.checks import FP8_DTYPE
@@ -131,23 +129,16 @@ ANY_LENGTHS = 8
 in less time than a second kernel takes. With twice as many they do not."""
 
 
-LONG_BLOCKS = 2048
-"""Key blocks that there is room for in all heads of all sequences, from which on a cache of 128 columns in small boxes
-has a third stage: 16 for each CTA. With 32 it is faster by up to 2 % or as fast, with 4 slower by 3 to 7
-(``decode_page_stages.json``)."""
-
-
 def serving_config(call: CacheCall) -> DecodeConfig:
-    """The config of the kernel that serves a call: ``select_decode``, with another stage for long caches in small
-    pages, and with clusters where these are faster, as far as the host knows of lengths, and the GPU has room for those
-    of all at once; without, while a graph is captured."""
+    """The config of the kernel that serves a call: ``select_decode``, with clusters where these are faster, as far as
+    the host knows of lengths, and the GPU has room for those of all at once; without, while a graph is captured."""
     return lasting_config(call) or select_decode(call)
 
 
 def lasting_config(call: CacheCall) -> DecodeConfig | None:
     """``serving_config``, if it may be remembered: None while a graph is captured, where clusters may be faster. To ask
     the driver for their room loads a module, which breaks a capture."""
-    shape, config = call.shape, _with_stages(call, select_decode(call))
+    shape, config = call.shape, select_decode(call)
     if shape.device.type != "cuda" or call.sm_margin or not takes_clusters(config):
         return config
     tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // config.tile_m)
@@ -163,21 +154,6 @@ def lasting_config(call: CacheCall) -> DecodeConfig | None:
         if most_clusters(shape.device.index or 0, cluster) >= tiles:
             return select_decode(call, cluster)
     return config
-
-
-def _with_stages(call: CacheCall, config: DecodeConfig) -> DecodeConfig:
-    """The config with as many stages as the room for keys asks for."""
-    shape = call.shape
-    blocks = shape.batch * shape.kv_heads * -(-shape.seqlen_k // config.tile_n)
-    return with_a_stage_more(config) if gains_by_a_stage(config) and blocks >= LONG_BLOCKS else config
-
-
-def in_place_of(config: DecodeConfig, kv_heads: int) -> Iterator[DecodeConfig]:
-    """The configs that may serve in place of that of ``select_decode``, in a model of so many K/V heads: with another
-    stage, and those with clusters."""
-    if gains_by_a_stage(config):
-        yield with_a_stage_more(config)
-    yield from in_clusters(config, kv_heads)
 
 
 def in_clusters(config: DecodeConfig, kv_heads: int) -> Iterator[DecodeConfig]:

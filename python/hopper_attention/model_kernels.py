@@ -22,7 +22,7 @@ from hopper_attention import backward_rules, forward_rules
 from hopper_attention.backends import HOPPER_CAPABILITY, KERNELS, Target
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec, check_qkv
-from hopper_attention.decode_rules import in_place_of
+from hopper_attention.decode_rules import in_clusters
 from hopper_attention.forward_rules import ReferenceConfig, choose_for
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.launch.append import append_facts, select_append_config
@@ -317,6 +317,6 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
                 )
                 yield plan.config
                 if isinstance(plan.config, DecodeConfig):
-                    yield from in_place_of(plan.config, model.kv_heads)
+                    yield from in_clusters(plan.config, model.kv_heads)
         new = k.new_empty(4, seqlen_q, *k.shape[2:]), v.new_empty(4, seqlen_q, *v.shape[2:])
         yield select_append_config(append_facts(*new, k, v, table), target)

@@ -24,10 +24,8 @@ from hopper.decode.config import (
     PAIRED_TILE_M,
     DecodeConfig,
     box_rows_of,
-    gains_by_a_stage,
     select_decode_config,
     validate_decode_config,
-    with_a_stage_more,
 )
 from hopper.decode.kernel import DecodeKernel
 from hopper.decode.schedule import launched_together
@@ -55,7 +53,6 @@ COMPILED = [
     config_of("bfloat16", (64, 64), 16, 8),
     config_of("bfloat16", (128, 128), 64, 8),
     replace(config_of("float16", (128, 128), 1000, 1, rows=64, leftpad=True, paged=False), causal=False),
-    with_a_stage_more(config_of("bfloat16", (128, 128), 16, 8)),
     config_of("bfloat16", (256, 256), 16, 8, rows=64),
     config_of("bfloat16", (128, 128), 16, 8, rows=64, layout="varlen", **EVERYTHING),
     config_of("bfloat16", (192, 192), 8, 8, rows=64, layout="varlen", **EVERYTHING),
@@ -200,19 +197,14 @@ def test_widened_kernels_have_room_for_their_barriers() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_small_boxes_of_few_rows_have_a_stage_more(dtype: str) -> None:
     for d, dv in product(HEAD_DIMS, HEAD_DIMS):
-        # 128 columns of K and of V are 64 KB a block, of which the host knows whether there are many.
+        # 128 columns of K and of V are 64 KB a block.
         is_small = {256: 32, 192: 64}.get(max(d, dv), 128) * (d + dv) * 2 <= 48 * 1024
         for page_size, rows in product((8, 16, 32, 48, 64, 256), (1, 32, 33, 65)):
             config = config_of(dtype, (d, dv), page_size, 4, rows=rows)
             is_in_small_boxes = page_size in (8, 16, 48) and rows <= 32
             assert config.stages == (3 if is_small and is_in_small_boxes else 2)
-            assert gains_by_a_stage(config) == (is_in_small_boxes and not is_small)
-            assert not gains_by_a_stage(with_a_stage_more(config))
-            assert with_a_stage_more(config) == replace(config, stages=config.stages + 1)
         assert config_of(dtype, (d, dv), 4096, 1).stages == 2
         assert config_of(dtype, (d, dv), 16, 4, cluster=2).stages == 2
-    assert not gains_by_a_stage(config_of(dtype, (128, 128), 16, 4, cluster=2))
-    assert not gains_by_a_stage(config_of(dtype, (128, 128), 16, 4, cache_dtype=E4M3))
 
 
 def test_boxes_lie_in_one_page() -> None:

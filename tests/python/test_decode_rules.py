@@ -15,9 +15,7 @@ from cute_kernels.problem import MAX_SEQLEN
 from hopper.decode.config import (
     PAIRED_TILE_M,
     DecodeConfig,
-    gains_by_a_stage,
     takes_clusters,
-    with_a_stage_more,
 )
 from hopper.decode.schedule import Pieces, heads_together
 from hopper_attention import decode_rules, driver, explain_kvcache
@@ -28,7 +26,6 @@ from hopper_attention.decode_rules import (
     ctas_of_pieces,
     even_ctas,
     in_clusters,
-    in_place_of,
     select_decode,
     serving_config,
     why_not_decode,
@@ -128,41 +125,6 @@ def test_clusters_are_for_short_caches_and_for_sequences_of_one_length_that_the_
     assert serving_config(call).cluster == 1
     on_a_gpu = replace(call, shape=replace(call.shape, device=torch.device("cuda", 0)))
     assert serving_config(on_a_gpu) == select_decode(call, cluster)
-
-
-@pytest.mark.parametrize(
-    ("batch", "capacity", "changes", "given", "more"),
-    [
-        (8, 4096, {}, {}, 1),
-        (8, 4080, {}, {}, 1),
-        (8, 3968, {}, {}, 0),
-        (7, 4096, {}, {}, 0),
-        (1, 32768, {}, {}, 1),
-        (8, 8192, {}, {"cache_seqlens": 4096}, 1),
-        (8, 8192, {}, {"cache_seqlens": 3968}, 0),
-        (8, 4096, {"heads": (32, 4)}, {}, 0),
-        (8, 8192, {"heads": (32, 4)}, {}, 1),
-        (8, 4096, {"page_size": 32}, {}, 0),
-        (8, 4096, {"page_size": 8}, {}, 1),
-        (8, 4096, {"page_size": 0}, {}, 0),
-        (8, 4096, {"queries": 8 * (8,)}, {}, 1),
-        (8, 4096, {"queries": 8 * (9,)}, {}, 0),
-        (8, 4096, {}, {"cache_dtype": FP8}, 0),
-        (8, 4096, {"head_dims": (64, 64)}, {}, 0),
-    ],
-    ids=str,
-)
-def test_long_caches_in_small_pages_have_a_stage_more(
-    batch: int, capacity: int, changes: dict[str, Any], given: dict[str, Any], more: int
-) -> None:
-    case = CacheCase(
-        lengths=batch * (9,), queries=batch * (1,), heads=(32, 8), head_dims=(128, 128), capacity=capacity
-    )
-    call = call_of(replace(case, **({"page_size": 16} | changes)), **given)
-    plain, serving = select_decode(call), serving_config(call)
-    assert serving == replace(plain, stages=plain.stages + more)
-    longer = [with_a_stage_more(plain)] if gains_by_a_stage(plain) else []
-    assert list(in_place_of(plain, 8)) == longer + list(in_clusters(plain, 8))
 
 
 @pytest.mark.parametrize(
