@@ -262,8 +262,8 @@ of e4m3 has what memory is left to it."""
 
 SMALL_BOX_ROWS, FEW_BYTES = 16, 48 * 1024
 """Boxes of so many keys at most, in pages that lie anywhere, come so unevenly that where a block of K and V has no more
-bytes than that a third stage is faster, by 1 to 6 % (``decode_page_stages.json``). With 64 KB it is slower
-(``decode_few_rows.json``)."""
+bytes than that a third stage is faster, by 1 to 6 % (``decode_page_stages.json``). With 64 KB it gains 0.6 % at most,
+and costs short calls 6 (``decode_few_rows.json``)."""
 
 
 def stages_of(config: DecodeConfig) -> int:
@@ -271,7 +271,7 @@ def stages_of(config: DecodeConfig) -> int:
     c = config
     is_uneven = c.tile_m < WARPGROUP_ROWS and c.box_rows <= SMALL_BOX_ROWS and c.cluster == 1
     block_bytes = c.tile_n * (c.head_dim + c.head_dim_v) * c.element_bytes
-    return STAGES + (is_uneven and block_bytes <= FEW_BYTES)
+    return STAGES + int(is_uneven and block_bytes <= FEW_BYTES)
 
 
 TILE_N = {64: 128, 128: 128, 192: 64, 256: 32}
