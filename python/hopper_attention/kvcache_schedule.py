@@ -203,6 +203,8 @@ def get_scheduler_metadata(
     sizes |= {} if page_size is None else {"page_size": page_size}
     for name, size in sizes.items():
         _check_size(name, size)
+    if page_size is not None and page_size < 1:
+        raise ValueError(f"page_size is {page_size}, allowed: 1 or more, or None for a cache without pages")
     if not isinstance(qkv_dtype, torch.dtype):
         raise TypeError(f"qkv_dtype is a {type(qkv_dtype).__name__}, {qkv_dtype!r}, allowed: a torch.dtype")
     checks.check_dtypes(qkv_dtype, qkv_dtype, qkv_dtype)

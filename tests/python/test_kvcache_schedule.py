@@ -47,6 +47,11 @@ def test_a_schedule_can_be_handed_on() -> None:
     assert torch.equal(flash_attn_with_kvcache(**other, causal=True, scheduler_metadata=schedule), wanted)
 
 
+def test_a_page_has_rows() -> None:
+    with pytest.raises(ValueError, match="page_size is 0, allowed: 1 or more, or None"):
+        schedule_for_case(CASE.build(BF16), page_size=0)
+
+
 @pytest.mark.parametrize(
     ("of_schedule", "of_call", "message"),
     [
