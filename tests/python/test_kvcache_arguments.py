@@ -75,11 +75,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "v_cache has shape (21, 4, 2, 24) and strides (0, 48, 24, 1), allowed: a place in memory for each element",
     ),
-    (
-        {"v_cache": zeros(21 * 4 * 2 * 24).as_strided((21, 4, 2, 24), (192, 40, 24, 1))},
-        ValueError,
-        "v_cache has shape (21, 4, 2, 24) and strides (192, 40, 24, 1), allowed: a place in memory for each element",
-    ),
     ({"k_cache": zeros(0, 4, 2, 32), "v_cache": zeros(0, 4, 2, 24)}, ValueError, "k_cache has no pages"),
     (
         {"k_cache": zeros(21, 0, 2, 32), "v_cache": zeros(21, 0, 2, 24)},
@@ -247,11 +242,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"out": zeros(1, 4, 24).expand(9, 4, 24)},
         ValueError,
         "out has shape (9, 4, 24) and strides (0, 24, 1), allowed: a place in memory for each element",
-    ),
-    (
-        {"out": zeros(9 * 4 * 24).as_strided((9, 4, 24), (90, 24, 1))},
-        ValueError,
-        "out has shape (9, 4, 24) and strides (90, 24, 1), allowed: a place in memory for each element",
     ),
     ({"backend": "cutlass"}, ValueError, "backend is 'cutlass'"),
     ({"backend": "hopper"}, ValueError, "backend is 'hopper', but cpu is not an NVIDIA GPU"),
