@@ -267,7 +267,8 @@ and costs short calls 6 (``decode_few_rows.json``)."""
 
 
 def stages_of(config: DecodeConfig) -> int:
-    """Key blocks of a kernel that reads a cache of 16 bits: one more for up to 32 rows in small boxes."""
+    """Key blocks of a kernel that reads a cache of 16 bits: one more for up to 32 rows in
+    small boxes, where a block has few bytes."""
     c = config
     is_uneven = c.tile_m < WARPGROUP_ROWS and c.box_rows <= SMALL_BOX_ROWS and c.cluster == 1
     block_bytes = c.tile_n * (c.head_dim + c.head_dim_v) * c.element_bytes

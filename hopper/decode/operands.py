@@ -104,7 +104,7 @@ class Work(LoopInvariant):
     ``cta`` is the number of its piece.
     ``own`` is empty, or has the sequence and number of the tile of a cluster: its blocks alone are the row that is cut
     then, for the CTAs of the cluster, and ``cta`` is the number of this one among them. ``scanned`` is empty then, or
-    has what the lanes know of the first sequences.
+    has what the lanes know of all sequences.
     """
 
     batch: CacheBatch

@@ -181,7 +181,8 @@ def get_scheduler_metadata(
     torch sees, and none of it is in copies and views of the tensor.
 
     Args:
-        batch_size, num_heads_q, num_heads_kv, headdim, headdim_v, page_size: those of the call.
+        batch_size, num_heads_q, num_heads_kv, headdim, headdim_v, page_size: those of the call;
+            page_size None for a cache without pages.
         qkv_dtype: that of q.
         max_seqlen_q, max_seqlen_k, max_seqlen_k_new: upper bounds of queries, keys and new tokens of a sequence; the
             second decides nothing.
