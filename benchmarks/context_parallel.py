@@ -7,8 +7,9 @@ ulysses by peer memory and by messages, then 128k with the ring alone. The repor
 
 Every rank also runs the whole problem alone, all at once, so that clocks are the same: an efficiency is the time
 of one GPU over ranks times that of all. A round measures each way once, in an order of its own; a time is the median
-of the rounds, each the slowest rank's. Errors are root mean squares against float64. Without a GPU tiny sizes run on
-gloo, to see that it works.
+of the rounds, each the slowest rank's. It is that of a call on idle GPUs, which wait for the host. Short shapes are
+called some times more in a row, as by the layers of a model, which has a time of its own. Errors are root mean squares
+against float64. Without a GPU tiny sizes run on gloo, to see that it works.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ LEAST_MEMORY = {f"{method}, least memory": method for method in ("ring", "auto",
 """By name, the method."""
 SHORT_METHODS = ("auto", "ring", *LEAST_MEMORY, "ulysses", *VARIANTS)
 LONG = 131_072
+MORE_IN_A_ROW = 4
+"""Calls of a short shape behind the first one of a round."""
 FORWARD, BOTH = "forward", "forward + backward"
 
 Run = Callable[[], Any]
@@ -131,6 +134,10 @@ class Setting:
         """Long shapes vary less, and take long."""
         return min(self.rounds, 3) if self.is_short and shape.seqlen >= LONG else self.rounds
 
+    def more_in_a_row(self, shape: Shape) -> int:
+        """Long shapes have long calls, which do not wait for the host."""
+        return MORE_IN_A_ROW if self.on_gpu and self.is_short and shape.seqlen < LONG else 0
+
     @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
@@ -146,7 +153,9 @@ class Cell:
 
     kind: str
     run: Run
+    more: int = 0
     seconds: list[float] = field(default_factory=list)
+    in_a_row: list[float] = field(default_factory=list)
     host_seconds: list[float] = field(default_factory=list)
     spans: list[tuple[float, float]] = field(default_factory=list)
     extra_bytes: int = 0
@@ -237,13 +246,18 @@ def measure(s: Setting, cell: Cell) -> None:
     dist.barrier()
     began = time.perf_counter()
     if s.on_gpu:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, stop, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         start.record()
         cell.run()
         stop.record()
         cell.host_seconds.append(time.perf_counter() - began)
+        for _ in range(cell.more):
+            cell.run()
+        end.record()
         s.wait()
         seconds = start.elapsed_time(stop) * 1e-3
+        if cell.more:
+            cell.in_a_row.append(largest(s, stop.elapsed_time(end) * 1e-3 / cell.more))
     else:
         cell.run()
         seconds = time.perf_counter() - began
@@ -271,6 +285,7 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
     """All cells of a shape in turns, as rows of the report."""
     cells = cells_of(s, shape, kinds)
     for cell in cells.values():
+        cell.more = s.more_in_a_row(shape)
         warm_up(s, cell)
     for number in range(s.rounds_of(shape)):
         # What ran just before is worth as much as a method: each round has another order, the same on all ranks.
@@ -280,7 +295,9 @@ def play(s: Setting, shape: Shape, kinds: tuple[str, ...], sampler: ClockSampler
     for row in rows:
         alone = next(r for r in rows if r["way"] == f"one GPU, {row['kind']}")
         if not row["way"].startswith("one GPU"):
-            row["efficiency"] = alone["seconds"] / dist.get_world_size() / row["seconds"]
+            for way in ("", "_in_a_row")[: 1 + ("seconds_in_a_row" in row)]:
+                times = alone[f"seconds{way}"], row[f"seconds{way}"]
+                row[f"efficiency{way}"] = times[0] / dist.get_world_size() / times[1]
         if row["way"].endswith("FP8, forward"):
             of_16_bits = next(r for r in rows if r["way"] == row["way"].replace(" FP8", ""))
             row["over_16_bits"] = of_16_bits["seconds"] / row["seconds"]
@@ -299,7 +316,9 @@ def play_peers(s: Setting, shape: Shape, peers: list[Peer], sampler: ClockSample
             with peer.prepare(s.mesh, whole, local) as run:
                 cell = Cell(BOTH, run)
                 warm_up(s, cell)
+                mine.more = cell.more = s.more_in_a_row(shape)
                 mine.seconds.clear()
+                mine.in_a_row.clear()
                 for _ in range(s.rounds_of(shape)):
                     measure(s, cell)
                     measure(s, mine)
@@ -312,6 +331,9 @@ def play_peers(s: Setting, shape: Shape, peers: list[Peer], sampler: ClockSample
         row["ours"] = s.beside_peers
         row["ours_seconds"] = statistics.median(mine.seconds)
         row["ours_over_it"] = row["seconds"] / row["ours_seconds"]
+        if mine.in_a_row:
+            row["ours_seconds_in_a_row"] = statistics.median(mine.in_a_row)
+            row["ours_over_it_in_a_row"] = row["seconds_in_a_row"] / row["ours_seconds_in_a_row"]
         rows.append(row)
     return rows
 
@@ -340,6 +362,7 @@ def row_of(s: Setting, shape: Shape, name: str, cell: Cell, sampler: ClockSample
         "way": name,
         "kind": cell.kind,
         "seconds": seconds,
+        **({"seconds_in_a_row": statistics.median(cell.in_a_row)} if cell.in_a_row else {}),
         "host_seconds": statistics.median(cell.host_seconds or [0.0]),
         "spread": (max(cell.seconds) - min(cell.seconds)) / seconds,
         "tflops_a_gpu": shape.flops(cell.kind) / ranks / seconds * 1e-12,
@@ -533,6 +556,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             print(f"  {row['way']:52} {row['unavailable']}", flush=True)
             continue
         other = {"efficiency": "efficiency", "ours_over_it": "ours over it", "over_16_bits": "over 16 bits"}
+        other |= {f"{key}_in_a_row": "in a row" for key in ("efficiency", "ours_over_it")}
         notes = "".join(f"  {title} {row[key]:.3f}" for key, title in other.items() if key in row)
         print(
             f"  {row['way']:52} {row['seconds'] * 1e3:9.3f} ms {row['tflops_a_gpu']:7.1f} TFLOP/s a GPU "

@@ -12,11 +12,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hopper_attention.distributed import ulysses
+from hopper_attention.distributed import over_peers, ulysses
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange, MessageExchange
 from hopper_attention.distributed.peers import PeerMemory, share_memory
 from hopper_attention.distributed.pushed import LEAST_BYTES, Brought, Guest, PushedExchange
+from hopper_attention.distributed.waves import EVERY_HEAD_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,15 @@ def by_peer_memory(kind: type[PushedExchange]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def heads_at_once() -> Iterator[None]:
+    """Ulysses over peer memory whose attention waits for all heads."""
+    with mock.patch.object(over_peers, "shares_of", lambda *given: EVERY_HEAD_AT_ONCE):
+        yield
+
+
 VARIANTS = {
+    "ulysses, heads at once": heads_at_once,
     "ulysses by messages": messages_only,
     "ulysses, gradients written": partial(by_peer_memory, WrittenExchange),
     "ulysses, heads copied": partial(by_peer_memory, CopyingExchange),

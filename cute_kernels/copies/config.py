@@ -10,12 +10,13 @@ VECTOR = 8
 """Elements that are moved together, 16 bytes."""
 
 THREADS = 256
+"""Of a CTA, where as many SMs as there are may copy."""
+
+THREADS_OF_FEW = 1024
+"""Where few CTAs copy beside another kernel, which gets the other SMs: an SM has as much on its way as it can."""
 
 VECTORS_A_THREAD = 4
 """Read before the first is written: what is far away takes a while to answer."""
-
-TILE = THREADS * VECTORS_A_THREAD
-"""Vectors of a CTA."""
 
 MOST_COPIES = 32
 """Pieces of all sources of a launch."""
@@ -26,7 +27,8 @@ class CopiesConfig:
     """Everything that is fixed when the kernel is compiled: of how many tensors it copies how many pieces each, their
     dtype, and which way.
 
-    ``gathers``: what ``targets`` hold goes into the pieces of the ``sources``, and not the other way round.
+    ``gathers``: what ``targets`` hold goes into the pieces of the ``sources``, and not the other way round. ``threads``
+    are those of a CTA.
     """
 
     arch: str
@@ -34,6 +36,12 @@ class CopiesConfig:
     sources: int
     pieces: int
     gathers: bool = False
+    threads: int = THREADS
+
+    @property
+    def tile(self) -> int:
+        """Vectors that a CTA moves at a time."""
+        return self.threads * VECTORS_A_THREAD
 
     @property
     def copies(self) -> int:
@@ -49,7 +57,8 @@ class CopiesConfig:
     def name(self) -> str:
         """Unique among kernels."""
         way = "_gathers" if self.gathers else ""
-        return f"copies_{self.arch}_{SHORT_NAMES[self.dtype]}_{self.sources}x{self.pieces}{way}"
+        few = f"_t{self.threads}" if self.threads != THREADS else ""
+        return f"copies_{self.arch}_{SHORT_NAMES[self.dtype]}_{self.sources}x{self.pieces}{way}{few}"
 
 
 def validate_copies_config(config: CopiesConfig) -> None:
@@ -59,3 +68,5 @@ def validate_copies_config(config: CopiesConfig) -> None:
     if min(config.sources, config.pieces) < 1 or config.copies > MOST_COPIES:
         given = f"sources is {config.sources} and pieces {config.pieces}"
         raise ValueError(f"{given}, allowed: 1 or more, and {MOST_COPIES} copies at most")
+    if config.threads not in (THREADS, THREADS_OF_FEW):
+        raise ValueError(f"threads is {config.threads}, allowed: {THREADS}, {THREADS_OF_FEW}")

@@ -5,8 +5,6 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_kernels.copies.config import (
-    THREADS,
-    TILE,
     VECTOR,
     VECTORS_A_THREAD,
     CopiesConfig,
@@ -24,6 +22,7 @@ class CopiesKernel:
         validate_copies_config(config)
         self.sources, self.pieces, self.copies = config.sources, config.pieces, config.copies
         self.dtype, self.gathers = DSL_DTYPES[config.dtype], config.gathers
+        self.threads, self.tile = config.threads, config.tile
 
     @cute.jit
     def __call__(self, *arguments):
@@ -34,8 +33,8 @@ class CopiesKernel:
         for i in cutlass.range_constexpr(self.copies):
             most = maximum(most, self._vectors(targets[i]))
         self.kernel(tuple(given[: self.sources]), targets, tuple(given[self.sources + self.copies :])).launch(
-            grid=(minimum(ceil_div(most, TILE), most_ctas), self.copies, 1),
-            block=(THREADS, 1, 1),
+            grid=(minimum(ceil_div(most, self.tile), most_ctas), self.copies, 1),
+            block=(self.threads, 1, 1),
             stream=stream,
         )
 
@@ -61,11 +60,11 @@ class CopiesKernel:
         """The tiles of this CTA. Threads behind the end write the last vector once more, as it is."""
         count = self._vectors(target)
         ctas = cute.arch.grid_dim()[0]
-        for tile in cutlass.range(cute.arch.block_idx()[0], ceil_div(count, TILE), ctas, unroll=1):
-            first = tile * TILE + cute.arch.thread_idx()[0]
+        for tile in cutlass.range(cute.arch.block_idx()[0], ceil_div(count, self.tile), ctas, unroll=1):
+            first = tile * self.tile + cute.arch.thread_idx()[0]
             loaded = []
             for i in cutlass.range_constexpr(VECTORS_A_THREAD):
-                place = self._place(target, minimum(first + i * THREADS, count - 1))
+                place = self._place(target, minimum(first + i * self.threads, count - 1))
                 words = cute.make_rmem_tensor(VECTOR, self.dtype)
                 cute.autovec_copy(self._vector(source, place), words)
                 loaded.append((place, words))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.copies.config import TILE, VECTOR, CopiesConfig, validate_copies_config
+from cute_kernels.copies.config import THREADS, THREADS_OF_FEW, VECTOR, CopiesConfig, validate_copies_config
 from hopper_attention import compile_cache
 from hopper_attention.launch import copies
 from hopper_attention.launch.copies import Piece, behind_sources
@@ -28,7 +28,7 @@ def on_numpy(config: CopiesConfig, *given: Any) -> None:
         arguments.tensor(x, tuple(x.shape), x.stride()[:-1])
     arguments.values += [struct.pack("<q", n) for n in places]
     most = max(x.numel() for x in tensors[config.sources :]) // VECTOR
-    arguments.launch(program_of(config), (min(-(-most // TILE), most_ctas), config.copies, 1))
+    arguments.launch(program_of(config), (min(-(-most // config.tile), most_ctas), config.copies, 1))
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("most_ctas", [1 << 16, 1])
+@pytest.mark.parametrize(("most_ctas", "threads"), [(1 << 16, THREADS), (1, THREADS), (1, THREADS_OF_FEW)])
 def test_some_heads_of_some_rows_go_where_they_belong(
-    dtype: torch.dtype, most_ctas: int, launched: list[CopiesConfig]
+    dtype: torch.dtype, most_ctas: int, threads: int, launched: list[CopiesConfig]
 ) -> None:
     # Of the first source a piece of more than a tile, with every other chunk of 40 rows, and one of less: of one row.
     # The second begins in the middle of its storage, has other strides, and heads of four columns.
@@ -86,23 +86,23 @@ def test_some_heads_of_some_rows_go_where_they_belong(
     assert all(map(torch.equal, into, wanted))
     for x in into:
         x.zero_()
-    launcher = copies.find(dtype, 2, 2, first.device)
+    launcher = copies.find(dtype, 2, 2, first.device, threads=threads)
     assert launcher is not None
     launcher(sources, behind_sources(pieces, most_ctas))
     assert all(map(torch.equal, into, wanted))
     name = str(dtype).removeprefix("torch.")
-    assert launched == [CopiesConfig("sm_90a", name, 2, 2)]
+    assert launched == [CopiesConfig("sm_90a", name, 2, 2, threads=threads)]
     # And back, into sources of which all else stays as it is.
     back = [first.clone(), whole.clone().as_strided(second.shape, second.stride(), second.storage_offset())]
     for x, of_source in zip(back, pieces, strict=True):
         for piece in of_source:
             piece.of(x).zero_()
     assert not any(map(torch.equal, back, sources))
-    launcher = copies.find(dtype, 2, 2, first.device, gathers=True)
+    launcher = copies.find(dtype, 2, 2, first.device, gathers=True, threads=threads)
     assert launcher is not None
     launcher(back, behind_sources(pieces, most_ctas))
     assert all(map(torch.equal, back, sources))
-    assert launched[1:] == [CopiesConfig("sm_90a", name, 2, 2, gathers=True)]
+    assert launched[1:] == [CopiesConfig("sm_90a", name, 2, 2, gathers=True, threads=threads)]
 
 
 def test_what_the_kernel_is_not_for() -> None:
@@ -129,13 +129,16 @@ COMPILED = [
     CopiesConfig("sm_90a", "bfloat16", 3, 4),
     CopiesConfig("sm_90a", "bfloat16", 3, 4, gathers=True),
     CopiesConfig("sm_90a", "bfloat16", 5, 4),
+    CopiesConfig("sm_90a", "bfloat16", 3, 4, threads=THREADS_OF_FEW),
+    CopiesConfig("sm_90a", "bfloat16", 5, 4, gathers=True, threads=THREADS_OF_FEW),
 ]
 
 
 def test_kernels_compile_without_spills() -> None:
     for config, usage in usage_of_each(COMPILED).items():
         assert not usage.spills and usage.stack_bytes == 0, config.name
-        assert usage.registers <= (80 if config.copies > 12 else 64), config.name
+        few = config.threads == THREADS_OF_FEW or config.copies <= 12
+        assert usage.registers <= (64 if few else 80), config.name
 
 
 def test_configs() -> None:
@@ -144,7 +147,11 @@ def test_configs() -> None:
         "copies_sm_90a_bf16_3x4",
         "copies_sm_90a_bf16_3x4_gathers",
         "copies_sm_90a_bf16_5x4",
+        "copies_sm_90a_bf16_3x4_t1024",
+        "copies_sm_90a_bf16_5x4_gathers_t1024",
     ]
+    with pytest.raises(ValueError, match="threads is 512, allowed: 256, 1024"):
+        validate_copies_config(replace(COMPILED[0], threads=512))
     with pytest.raises(ValueError, match="dtype is 'float32', allowed: 'float16', 'bfloat16'"):
         validate_copies_config(replace(COMPILED[0], dtype="float32"))
     with pytest.raises(

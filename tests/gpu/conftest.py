@@ -22,7 +22,7 @@ from torch import Tensor
 from cute_kernels.addition.config import PARTS, AdditionConfig
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
-from cute_kernels.copies.config import CopiesConfig
+from cute_kernels.copies.config import THREADS, THREADS_OF_FEW, CopiesConfig
 from cute_kernels.merge.config import MergeConfig
 from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.tilings import shipped_forward_configs
@@ -74,7 +74,12 @@ def compile_for_ranks(dtype: str, head_dim: int) -> None:
     additions = [AdditionConfig("sm_90a", dtype, parts) for parts in PARTS]
     # One tensor, three or five, to each of two, three or four ranks.
     kinds = (1, False), (1, True), (3, False), (3, True), (5, False)
-    copies = [CopiesConfig("sm_90a", dtype, n, ranks, g) for ranks in (2, 3, 4) for n, g in kinds]
+    copies = [
+        CopiesConfig("sm_90a", dtype, n, ranks, g, threads)
+        for ranks in (2, 3, 4)
+        for n, g in kinds
+        for threads in (THREADS, THREADS_OF_FEW)
+    ]
     compile_together([*wanted, *merges, *additions, *copies])
 
 

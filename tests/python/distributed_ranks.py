@@ -26,6 +26,7 @@ from hopper_attention.distributed import (
     api,
     attention_interface,
     context_parallel_attention,
+    over_peers,
     ring,
     ring_backward,
     sequence_positions,
@@ -337,10 +338,10 @@ def exchange_between_gpus(layout: str) -> str:
     return by_writes.name
 
 
-def attend_again_on_gpus(calls: int, in_parts: bool = False) -> tuple[bool, int]:
+def attend_again_on_gpus(calls: int, how: str) -> tuple[bool, int]:
     """Whether calls that are alike, of new values and without a wait of the host, have the bits of messages; and how
-    many exchanges were planned, or parts of them. dQ of a part may differ by its rounding: a backward pass of fewer
-    heads adds its float32 parts in another order."""
+    many exchanges were planned, or parts of them. Heads come "at once", in "parts" of both passes, or in "waves". dQ of
+    a part may differ by its rounding: a backward pass of fewer heads adds its float32 parts in another order."""
     group, shape = groups()[2], (1, 512, 8, 64)
     torch.manual_seed(dist.get_rank())
     plans, plan = [], PushedExchange._sending
@@ -348,7 +349,7 @@ def attend_again_on_gpus(calls: int, in_parts: bool = False) -> tuple[bool, int]
     def call(tensors: list[Tensor], timeout: float) -> list[Tensor]:
         *qkv, dout = tensors
         options = {"causal": True, "deterministic": True, "timeout": timeout}
-        options["memory"] = "least" if in_parts else "auto"
+        options["memory"] = "least" if how == "parts" else "auto"
         out = context_parallel_attention(*qkv, group, method="ulysses", **options)
         return [out.detach(), *torch.autograd.grad(out, qkv, dout)]
 
@@ -361,6 +362,7 @@ def attend_again_on_gpus(calls: int, in_parts: bool = False) -> tuple[bool, int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PartedExchange, "_plan", lambda *of_call: (plans.append(1), plan_part(*of_call))[1])
         patch.setattr(PushedExchange, "_sending", lambda *of_call: (plans.append(1), plan(*of_call))[1])
+        patch.setattr(over_peers, "LEAST_IN_WAVES", 0 if how == "waves" else 1 << 40)
         for number, tensors in enumerate(given):
             # A rank that is late, each time the other one.
             if number % 2 == dist.get_rank():
@@ -370,7 +372,7 @@ def attend_again_on_gpus(calls: int, in_parts: bool = False) -> tuple[bool, int]
     is_right = True
     for (out, dq, *dkv), (wanted_out, wanted_dq, *wanted_dkv) in zip(found, wanted, strict=True):
         is_right &= all(map(torch.equal, (out, *dkv), (wanted_out, *wanted_dkv)))
-        if in_parts:
+        if how == "parts":
             is_right &= torch.allclose(dq, wanted_dq, rtol=torch.finfo(DTYPE).eps, atol=1e-6)
             is_right &= (dq != wanted_dq).double().mean().item() < 0.01
         else:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cute_kernels.copies.config import CopiesConfig
+from cute_kernels.copies.config import THREADS, CopiesConfig
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.peers import PeerMemory
 from hopper_attention.launch.copies import CopiesLauncher
@@ -73,6 +73,7 @@ def copies_by_torch(
     pieces: int,
     device: torch.device,
     gathers: bool = False,
+    threads: int = THREADS,
 ) -> CopiesLauncher:
     """Stands for ``launch.copies.find``."""
 
@@ -86,4 +87,4 @@ def copies_by_torch(
             piece.copy_(target) if gathers else target.copy_(piece)
 
     name = str(dtype).removeprefix("torch.")
-    return CopiesLauncher(0, CopiesConfig("sm_90a", name, sources, pieces, gathers), kernel)
+    return CopiesLauncher(0, CopiesConfig("sm_90a", name, sources, pieces, gathers, threads), kernel)

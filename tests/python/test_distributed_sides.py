@@ -1,4 +1,4 @@
-"""What waits for what where parts of the heads go beside attention, without kernels and messages."""
+"""What waits for what where heads go beside attention to others, without kernels and messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention.distributed import parts_over_peers
+from hopper_attention.distributed import over_peers, parts_over_peers
+from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.division import divide
 from hopper_attention.distributed.exchange import Ranks
+from hopper_attention.distributed.over_peers import AttentionOverPeers
 from hopper_attention.distributed.parts_over_peers import AttentionInParts
-from hopper_attention.distributed.pushed import LEAST_BYTES, PushedExchange, Region
+from hopper_attention.distributed.pushed import FEW_CTAS, LEAST_BYTES, Moves, PushedExchange, Region
 from tests.python.live_bytes import LiveBytes
 from tests.python.test_distributed_memory import (
     CALL,
@@ -32,6 +34,7 @@ class OrderedMemory(BareMemory):
         super().__init__(nbytes, memory)
         self.side, self.marks = "main", 0
         self.waits: list[tuple[str, tuple[str, int]]] = []
+        self.met: list[str] = []
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -44,6 +47,10 @@ class OrderedMemory(BareMemory):
     def mark(self) -> Any:
         self.marks += 1
         return self.side, self.marks
+
+    def meet(self) -> None:
+        super().meet()
+        self.met.append(self.side)
 
     def after(self, mark: Any) -> None:
         self.waits.append((self.side, mark))
@@ -79,3 +86,68 @@ def test_a_part_that_fails_is_waited_for_and_kept_off(monkeypatch: pytest.Monkey
             meetings.append(memory.meetings - before)
         # One more, before anything is written.
         assert meetings == [5, 4]
+
+
+class Watched:
+    """A forward pass of four ranks that exchange heads in waves: what is launched, on which side and in which order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, live: LiveBytes, heads: tuple[int, int]) -> None:
+        self.live, self.log, self.fails = live, [], False
+        self.rows = tensors_of(4, 1 << 15, heads)[:3]
+        self.exchange = PushedExchange(
+            Ranks(None, 1, 4),  # type: ignore[arg-type]  # no message is sent
+            self.make(LEAST_BYTES),
+            self.make,
+        )
+        monkeypatch.setattr(over_peers, "attend_into", self.attend)
+        monkeypatch.setattr(Moves, "write", lambda moves, rows: self.log.append((self.memory.side, "copies")))
+
+    def make(self, nbytes: int) -> OrderedMemory:
+        return OrderedMemory(nbytes, self.live)
+
+    @property
+    def memory(self) -> OrderedMemory:
+        assert isinstance(self.exchange.memory, OrderedMemory)
+        return self.exchange.memory
+
+    def attend(self, qkv: tuple[Tensor, ...], mask: Any, call: Call, results: tuple[Tensor, Tensor]) -> None:
+        (q, k, _), (out, lse) = qkv, results
+        assert out.shape == q.shape and lse.shape == (1, q.shape[2], q.shape[1])
+        self.log.append((self.memory.side, f"{q.shape[2]} over {k.shape[2]}, {call.sm_margin} SMs free"))
+        if self.fails:
+            raise torch.OutOfMemoryError("no room")
+
+    def run(self) -> None:
+        AttentionOverPeers.apply(*self.rows, self.exchange, problem_of(4, 1 << 15), CALL, False, False)
+
+
+@pytest.mark.parametrize(
+    ("heads", "first", "then"), [((16, 16), "1 over 1", "3 over 3"), ((32, 8), "4 over 1", "4 over 1")]
+)
+def test_attention_to_the_first_heads_goes_beside_the_copies_of_the_others(
+    heads: tuple[int, int], first: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LiveBytes() as live:
+        watched = Watched(monkeypatch, live, heads)
+        watched.run()
+        memory = watched.memory
+        # The output follows when both are done.
+        assert watched.log == [
+            ("main", "copies"),
+            ("main", f"{first}, {FEW_CTAS} SMs free"),
+            ("aside", "copies"),
+            ("aside", f"{then}, 0 SMs free"),
+            ("main", "copies"),
+        ]
+        assert memory.met == ["main", "aside", "main"]
+        # Copies of the others do not wait for ranks to meet, which is behind the mark; what went aside is waited for.
+        assert memory.waits == [("aside", ("main", 1)), ("main", ("aside", 2))]
+
+
+def test_what_went_aside_is_waited_for_where_attention_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LiveBytes() as live:
+        watched = Watched(monkeypatch, live, (16, 16))
+        watched.fails = True
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            watched.run()
+        assert watched.memory.waits[-1] == ("main", ("aside", watched.memory.marks))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from hopper_attention.distributed import context_parallel_attention, ulysses
+from hopper_attention.distributed import context_parallel_attention, over_peers, ulysses
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.pushed import PushedExchange
 from hopper_attention.launch import copies
@@ -27,7 +27,13 @@ from tests.python.distributed_ranks import DTYPE, Pool, groups, writes_to_files
 from tests.python.file_memory import copies_by_torch
 
 STEPS = 24
-SHAPES = ((1, 4, 4, 2, 16, 16), (1, 8, 4, 4, 16, 8), (2, 4, 8, 2, 8, 24), (1, 32, 4, 4, 16, 16))
+SHAPES = (
+    (1, 4, 4, 2, 16, 16),
+    (1, 8, 4, 4, 16, 8),
+    (2, 4, 8, 2, 8, 24),
+    (2, 4, 32, 16, 8, 8),
+    (1, 32, 4, 4, 16, 16),
+)
 """Of a rank: batch, rows, heads, key/value heads, head_dim, head_dim_v. With the last one buffers grow."""
 
 
@@ -46,6 +52,8 @@ class Program:
     def __init__(self, folder: str, seed: int) -> None:
         self.folder = folder
         self.draw = Random(seed)
+        # Every second program has no short calls.
+        self.least_in_waves = seed % 2 << 30
         self.group = groups()[2]
         torch.manual_seed(seed * 10 + dist.get_rank())
         self.exchanges: list[PushedExchange] = []
@@ -67,7 +75,8 @@ class Program:
             patch.setattr(ulysses, "_pushes_between", find)
             patch.setattr(copies, "find", copies_by_torch)
             patch.setattr(copies, "current_device", lambda: 0)
-            for name in ("offer_over", "make_way", "offer"):
+            patch.setattr(over_peers, "LEAST_IN_WAVES", self.least_in_waves)
+            for name in ("offer_over", "make_way", "offer", "lend_in_waves"):
                 patch.setattr(PushedExchange, name, counted(name, getattr(PushedExchange, name)))
             yield
 
@@ -176,3 +185,4 @@ def test_programs_of_calls_have_the_bits_of_messages(pool: Pool, tmp_path: Path)
             counts += found
     # Some stayed, some were copied on the way, and some were copied from the beginning.
     assert counts["offer_over"] > PROGRAMS and counts["make_way"] > PROGRAMS and counts["offer"] > PROGRAMS
+    assert counts["lend_in_waves"] > PROGRAMS

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from hopper_attention.distributed.pushed import HeadShare, bytes_for
+from hopper_attention.distributed.pushed import bytes_for
 from hopper_attention.distributed.schedule import RowBytes
+from hopper_attention.distributed.waves import HeadShare
 
 BACKWARD_PARTS = 4
 """Of a backward pass, or the next number that divides the heads."""

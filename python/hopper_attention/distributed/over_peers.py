@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -12,7 +12,14 @@ from torch.autograd.function import once_differentiable
 from hopper_attention import dense_again
 from hopper_attention.distributed.attend import Call
 from hopper_attention.distributed.pieces import Piece, Problem
-from hopper_attention.distributed.pushed import Guest, Offered, PushedExchange
+from hopper_attention.distributed.pushed import (
+    FEW_CTAS,
+    Brought,
+    Guest,
+    Offered,
+    PushedExchange,
+)
+from hopper_attention.distributed.waves import EVERY_HEAD_AT_ONCE, HeadShare, Waves, divide_in_waves
 from hopper_attention.launch.backward import BackwardLauncher, find_for_call
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import ReadyLaunch, run_forward
@@ -29,6 +36,9 @@ from hopper_attention.masks import MaskSpec
 from hopper_attention.plain_calls import saves_elsewhere
 from hopper_attention.reference.tiles import Span
 from hopper_attention.scores import Scores
+
+LEAST_IN_WAVES = 1 << 25
+"""Bytes of Q, K and V that a rank gives: of fewer, copies take less time than another launch is worth."""
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -60,8 +70,47 @@ def _serves(
 def may_take_their_places(shapes: tuple[torch.Size, ...], q: Tensor, mask: MaskSpec, call: Call) -> bool:
     """Whether gradients of Q, K and V of these shapes, like ``q`` else, may be written to where these lie: not where a
     kernel still reads them then."""
-    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    return _serves(shapes, q.dtype, q.device, mask, deterministic, call.backend)
+    return _serves(shapes, q.dtype, q.device, mask, _is_deterministic(call), call.backend)
+
+
+def _is_deterministic(call: Call) -> bool:
+    return call.deterministic or torch.are_deterministic_algorithms_enabled()
+
+
+def shares_of(qkv: tuple[Tensor, ...], ranks: int, mask: MaskSpec, call: Call) -> tuple[HeadShare, ...]:
+    """The heads of a rank that come together, where gradients of each share may take its place. All ranks find the
+    same."""
+    if call.softcap or sum([x.nbytes for x in qkv]) < LEAST_IN_WAVES:
+        return EVERY_HEAD_AT_ONCE
+    shapes, q = tuple([x.shape for x in qkv]), qkv[0]
+    return _shares_of(shapes, ranks, q.dtype, q.device, mask, _is_deterministic(call), call.backend)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def _shares_of(shapes: tuple[torch.Size, ...], ranks: int, *options: Any) -> tuple[HeadShare, ...]:
+    shares = divide_in_waves(shapes[1][2] // ranks)
+    may_be = all(_serves(heads_of(shapes, ranks, share), *options) for share in shares)
+    return shares if may_be else EVERY_HEAD_AT_ONCE
+
+
+def heads_of(rows: tuple[torch.Size, ...], ranks: int, share: HeadShare) -> tuple[torch.Size, ...]:
+    """The shapes that rows come in as some heads of a rank."""
+    return tuple([torch.Size((b, ranks * s, share.of(h // ranks), d)) for b, s, h, d in rows])
+
+
+def attend_in_waves(lent: Brought, waves: Waves, mask: MaskSpec, call: Call) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    q, _, v = lent.tensors
+    out, lse = q.new_empty((*q.shape[:3], v.shape[3])), empty_lse(q)
+
+    def attend(share: HeadShare, call: Call) -> None:
+        *qkv, into = (share.part(x) for x in (*lent.tensors, out))
+        attend_into(tuple(qkv), mask, call, (into, share.part_of_lse(lse)))
+
+    first, then = waves.shares
+    beside_copies = call._replace(sm_margin=max(call.sm_margin, FEW_CTAS))
+    waves.run(partial(attend, first, beside_copies), partial(attend, then, call))
+    return out, lse
 
 
 class AttentionOverPeers(torch.autograd.Function):
@@ -84,23 +133,32 @@ class AttentionOverPeers(torch.autograd.Function):
         wants_lse: bool,
         is_kept: bool,
     ) -> tuple[Tensor, ...]:
-        memory, mask = exchange.memory, whole_mask(problem)
-        lent = exchange.lend_heads((q, k, v), problem.layout)
+        mask, layout = whole_mask(problem), problem.layout
+        may_stay = exchange.takes_turns and not saves_elsewhere()
+        shares = EVERY_HEAD_AT_ONCE
+        # Not beside a copy of all heads, which would be late.
+        if may_stay or not is_kept:
+            shares = shares_of((q, k, v), exchange.ranks.size, mask, call)
+        if len(shares) > 1:
+            lent, waves = exchange.lend_in_waves((q, k, v), layout, shares)
+        else:
+            lent = exchange.lend_heads((q, k, v), layout)
         kept: list[Tensor] = []
         if is_kept:
             shapes = tuple([x.shape for x in lent.tensors])
-            may_stay = exchange.takes_turns and not saves_elsewhere()
-            may_stay = may_stay and may_take_their_places(shapes, q, mask, call)
-            guest = exchange.receive(lent, may_stay)
+            guest = exchange.receive(lent, may_stay and may_take_their_places(shapes, q, mask, call))
             ctx.way = exchange, problem, call, guest
             # Beside the kernel, which reads the same.
-            kept = [] if guest is exchange.guest else [memory.copy_aside(lent.room)]
+            kept = [] if guest is exchange.guest else [exchange.memory.copy_aside(lent.room)]
         try:
-            out, lse = attend_apart(lent.tensors, mask, call)
+            if len(shares) > 1:
+                out, lse = attend_in_waves(lent, waves, mask, call)
+            else:
+                out, lse = attend_apart(lent.tensors, mask, call)
         finally:
             if kept:
-                memory.wait()
-        rows = exchange.lend_rows(exchanged(out, lse, wants_lse), problem.layout).tensors
+                exchange.memory.wait()
+        rows = exchange.lend_rows(exchanged(out, lse, wants_lse), layout).tensors
         if is_kept:
             ctx.save_for_backward(out, lse, *kept)
         # The copies may take the memory of an output that nobody keeps.
@@ -136,39 +194,53 @@ def differentiate_guest(
         is_last: whether there is no other backward pass of this call.
     """
     grads, (out, lse, *copy) = given
-    is_here = exchange.see_again(guest)
+    mask, layout, is_here = whole_mask(problem), problem.layout, exchange.see_again(guest)
     if is_here:
         if not is_last:
             guest.copy()
-        lent, (q, k, v) = exchange.lend_beside(grads, problem.layout), guest.brought.tensors
-        offered = exchange.offer_over(guest, problem.layout)
+        q, k, v = guest.brought.tensors
+        lent, offered = exchange.lend_beside(grads, layout), exchange.offer_over(guest, layout)
     else:
-        lent = exchange.lend_heads(grads, problem.layout)
+        lent = exchange.lend_heads(grads, layout)
         q, k, v = guest.brought.found_in(copy[0]) if copy else guest.copied()
         if is_last:
             guest.copies.clear()
-        offered = exchange.offer((q, k, v), problem.layout)
+        offered = exchange.offer((q, k, v), layout)
     dout, *of_lse = lent.tensors
     dlse = of_lse[0].squeeze(-1).mT.contiguous() if of_lse else None
-    tensors = ForGradients(dout, q, k, v, out, lse)
-    differentiate_heads(tensors, dlse, whole_mask(problem), call, offered.tensors)
+    differentiate_heads(ForGradients(dout, q, k, v, out, lse), dlse, mask, call, offered.tensors)
     return offered
 
 
 def attend_heads(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call, into: Tensor) -> Tensor:
-    """The lse; out, which may lie where Q does, is written to ``into``, by what served an earlier call of tensors like
-    these."""
-    q, k, v = qkv
-    # Of another shape, a tile of it would lie where another CTA reads Q.
-    if not call.softcap and into.shape == q.shape:
-        found = dense_again.find(q, k, v, _flags_of(mask, call))
-        if found is not None and isinstance(found.launch, ReadyLaunch):
-            lse = found.launch.fill(q, k, v, into, call.softmax_scale)
-            if lse is not None:
-                return lse
+    """The lse; out, which may lie where Q does, is written to ``into``."""
+    q, _, _ = qkv
+    if into.shape == q.shape:
+        lse = empty_lse(q)
+        attend_into(qkv, mask, call, (into, lse))
+        return lse
+    # A tile of it would lie where another CTA reads Q.
     out, lse = attend_apart(qkv, mask, call)
     into.copy_(out)
     return lse
+
+
+def empty_lse(q: Tensor) -> Tensor:
+    """(batch, heads, seqlen_q), float32."""
+    batch, seqlen, heads, _ = q.shape
+    return torch.empty(batch, heads, seqlen, dtype=torch.float32, device=q.device)
+
+
+def attend_into(qkv: tuple[Tensor, ...], mask: MaskSpec, call: Call, results: tuple[Tensor, Tensor]) -> None:
+    """out and lse, by what served an earlier call of tensors like these."""
+    q, k, v = qkv
+    if not call.softcap:
+        found = dense_again.find(q, k, v, _flags_of(mask, call))
+        launch = None if found is None else found.launch
+        if isinstance(launch, ReadyLaunch) and launch.fill(q, k, v, results, call.softmax_scale):
+            return
+    for target, result in zip(results, attend_apart(qkv, mask, call), strict=True):
+        target.copy_(result)
 
 
 def _flags_of(mask: MaskSpec, call: Call) -> dense_again.Flags:

@@ -31,8 +31,7 @@ from hopper_attention.distributed.pushed import (
     FEW_CTAS,
     NOBODY,
     REMEMBERED_SENDINGS,
-    Launches,
-    Pieces,
+    Moves,
     PushedExchange,
     Region,
     launches_of,
@@ -61,30 +60,6 @@ class Result(NamedTuple):
     def meta(self) -> Tensor:
         """A tensor of all of it, without memory."""
         return torch.empty(self.rows, dtype=self.dtype, device="meta")
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Copies between tensors of rows and the rooms of all ranks: by kernels, and pieces that none moves."""
-
-    launches: Launches
-    by_torch: Pieces
-
-    def write(self, rows: Sequence[Tensor]) -> None:
-        """From the rows."""
-        self._launch(rows)
-        for i, piece in self.by_torch:
-            piece.target.copy_(piece.of(rows[i]))
-
-    def read(self, rows: Sequence[Tensor]) -> None:
-        """Into the rows."""
-        self._launch(rows)
-        for i, piece in self.by_torch:
-            piece.of(rows[i]).copy_(piece.target)
-
-    def _launch(self, rows: Sequence[Tensor]) -> None:
-        for launcher, which, behind in self.launches:
-            launcher([rows[i] for i in which], behind)
 
 
 @dataclass(frozen=True, slots=True)

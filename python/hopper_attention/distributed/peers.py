@@ -124,7 +124,8 @@ class SymmetricMemory(PeerMemory):
             self.stream = stream
 
     def meet(self) -> None:
-        self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
+        # Those who meet aside do not meet those who do so here.
+        self.handle.barrier(channel=int(self.is_aside), timeout_ms=self.timeout_ms)
 
     def copy_aside(self, x: Tensor) -> Tensor:
         copy = torch.empty_like(x)

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_kernels.copies.config import MOST_COPIES
+from cute_kernels.copies.config import MOST_COPIES, THREADS, THREADS_OF_FEW
 from hopper_attention.distributed.exchange import Ranks
 from hopper_attention.distributed.heads import HeadExchange
 from hopper_attention.distributed.layout import CHUNKS_A_RANK, CONTIGUOUS
 from hopper_attention.distributed.peers import PeerMemory
+from hopper_attention.distributed.waves import EVERY_HEAD, EVERY_HEAD_AT_ONCE, HeadShare, Waves
 from hopper_attention.launch import copies
 from hopper_attention.launch.copies import CopiesLauncher, Piece
 from hopper_attention.like_calls import Remembered
@@ -49,9 +51,9 @@ ADDRESSED = 16
 CTAS = 192
 """That write an exchange together. On four H200 as many as there are tiles took a fifth longer, and 24 as long."""
 
-FEW_CTAS = 24
+FEW_CTAS = 12
 """About so many beside attention, which gets the other SMs: there is one for each copy of a launch, and else they are
-shared out evenly. They keep the links of a GPU busy. On two H200 16 and 40 took as long, as far as rounds differ."""
+shared out evenly. With ``THREADS_OF_FEW`` they keep the links of a GPU busy."""
 
 Shape = tuple[int, ...]
 
@@ -76,21 +78,6 @@ class Chunks(NamedTuple):
         return cls(rank, 2 * size - 1 - 2 * rank, 2)
 
 
-class HeadShare(NamedTuple):
-    """Some heads of those of a rank: from ``first`` on ``heads`` of ``all``, counted in key/value heads."""
-
-    first: int
-    heads: int
-    all: int
-
-    def of(self, number: int) -> int:
-        """Its part of so many heads, columns or bytes of all."""
-        return number * self.heads // self.all
-
-
-EVERY_HEAD = HeadShare(0, 1, 1)
-
-
 class Region(NamedTuple):
     """Bytes of the buffer that an exchange uses."""
 
@@ -106,6 +93,30 @@ class Region(NamedTuple):
 
 
 NOTHING = Region(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Copies between tensors of rows and the rooms of all ranks: by kernels, and pieces that none moves."""
+
+    launches: Launches
+    by_torch: Pieces
+
+    def write(self, rows: Sequence[Tensor]) -> None:
+        """From the rows."""
+        self._launch(rows)
+        for i, piece in self.by_torch:
+            piece.target.copy_(piece.of(rows[i]))
+
+    def read(self, rows: Sequence[Tensor]) -> None:
+        """Into the rows."""
+        self._launch(rows)
+        for i, piece in self.by_torch:
+            piece.of(rows[i]).copy_(piece.target)
+
+    def _launch(self, rows: Sequence[Tensor]) -> None:
+        for launcher, which, behind in self.launches:
+            launcher([rows[i] for i in which], behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,25 +174,21 @@ class Sending:
 
     Attributes:
         scattered: which tensors have heads that do not lie side by side, and are copied first.
-        launches: of kernels.
-        by_torch: pieces that no kernel moves.
+        waves: the copies of each share of the heads.
         region: where they go.
         brought: what comes.
     """
 
     scattered: tuple[int, ...]
-    launches: Launches
-    by_torch: Pieces
+    waves: tuple[Moves, ...]
     region: Region
     brought: Brought
 
-    def write(self, tensors: Sequence[Tensor]) -> None:
-        if self.scattered:
-            tensors = [x.contiguous() if i in self.scattered else x for i, x in enumerate(tensors)]
-        for launcher, which, behind in self.launches:
-            launcher([tensors[i] for i in which], behind)
-        for i, piece in self.by_torch:
-            piece.target.copy_(piece.of(tensors[i]))
+    def side_by_side(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors, with the heads of each row side by side."""
+        if not self.scattered:
+            return tensors
+        return [x.contiguous() if i in self.scattered else x for i, x in enumerate(tensors)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,22 +199,18 @@ class Offered:
         tensors: contiguous, in the buffer: to be written before the rows are taken.
         region: where they lie.
         rows: the shape of what is taken of each.
-        launches, by_torch: as of ``Sending``; pieces of the rows.
+        moves: of the rows.
     """
 
     tensors: tuple[Tensor, ...]
     region: Region
     rows: tuple[Shape, ...]
-    launches: Launches
-    by_torch: Pieces
+    moves: Moves
 
     def take(self) -> list[Tensor]:
         each = zip(self.rows, self.tensors, strict=True)
         found = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in each]
-        for launcher, which, behind in self.launches:
-            launcher([found[i] for i in which], behind)
-        for i, piece in self.by_torch:
-            piece.of(found[i]).copy_(piece.target)
+        self.moves.read(found)
         return found
 
 
@@ -237,6 +240,20 @@ class PushedExchange(HeadExchange):
         # Whose backward pass comes now comes later than others'.
         self.awaited = NOBODY
         return self._exchange(tensors, True, layout)
+
+    def lend_in_waves(
+        self, tensors: Sequence[Tensor], layout: str, shares: tuple[HeadShare, ...]
+    ) -> tuple[Brought, Waves]:
+        """``lend_heads`` of two shares of the heads, of which the second one is still to be sent."""
+        self.awaited = NOBODY
+        sending = self._find(tensors, True, layout, False, shares)
+        first, second = sending.waves
+        tensors = sending.side_by_side(tensors)
+        first.write(tensors)
+        begun = self.memory.mark()
+        self.memory.meet()
+        self.leave(sending.region)
+        return sending.brought, Waves(self.memory, shares, partial(second.write, tensors), begun)
 
     def receive(self, brought: Brought, may_stay: bool) -> Guest:
         """What was lent last, for a backward pass. It stays where it lies, if it may, where the last one that was
@@ -310,14 +327,30 @@ class PushedExchange(HeadExchange):
             for x, place in zip(rows, places, strict=True)
         ]
         mine = tuple(self.memory.view(self.ranks.rank, *place) for place in places)
-        return Offered(mine, region, shapes, *launches_of(rows, pieces, like[0].device, gathers=True))
+        moves = Moves(*launches_of(rows, pieces, like[0].device, gathers=True))
+        return Offered(mine, region, shapes, moves)
 
     def _exchange(
         self, tensors: Sequence[Tensor], to_heads: bool, layout: str, at_end: bool = False
     ) -> Brought:
         """``at_end``: of heads that go where rows do."""
+        sending = self._find(tensors, to_heads, layout, at_end, EVERY_HEAD_AT_ONCE)
+        sending.waves[0].write(sending.side_by_side(tensors))
+        self.memory.meet()
+        self.leave(sending.region)
+        return sending.brought
+
+    def _find(
+        self,
+        tensors: Sequence[Tensor],
+        to_heads: bool,
+        layout: str,
+        at_end: bool,
+        shares: tuple[HeadShare, ...],
+    ) -> Sending:
+        """How these tensors go, to where nobody reads any more. ``shares``: of heads, one behind the other."""
         self.memory.begin()
-        key = to_heads, at_end, layout, len(tensors), tensors[0].shape, tensors[-1].shape
+        key = to_heads, at_end, layout, len(tensors), tensors[0].shape, tensors[-1].shape, shares
         # An address is not part of what is remembered.
         addresses = 0
         for x in tensors:
@@ -325,21 +358,23 @@ class PushedExchange(HeadExchange):
         is_aligned = not addresses % ADDRESSED
         sending = self.sendings.find(key, *tensors) if is_aligned else None
         if sending is None or not self._has_room(sending.region.size, to_heads):
-            sending = self._sending(tensors, to_heads, layout, at_end)
+            sending = self._sending(tensors, to_heads, layout, at_end, shares)
             if is_aligned and self.sendings.comes_again(key):
                 self.sendings.keep(key, sending, *tensors)
         self.keep_off(sending.region)
-        sending.write(tensors)
-        self.memory.meet()
-        self.leave(sending.region)
-        return sending.brought
+        return sending
 
-    def _sending(self, given: Sequence[Tensor], to_heads: bool, layout: str, at_end: bool) -> Sending:
+    def _sending(
+        self,
+        given: Sequence[Tensor],
+        to_heads: bool,
+        layout: str,
+        at_end: bool,
+        shares: tuple[HeadShare, ...],
+    ) -> Sending:
         scattered = tuple(i for i, x in enumerate(given) if not _has_dense_rows(x))
         tensors = [x.contiguous() if i in scattered else x for i, x in enumerate(given)]
-        shape_of, pieces_of = (
-            (self.shape_of_part, self.pieces_of_heads) if to_heads else (self._of_rows, self._to_rows)
-        )
+        shape_of = self.shape_of_part if to_heads else self._of_rows
         # A rank gets as many bytes as it gives.
         *offsets, end = accumulate(map(_room_of, tensors), initial=0)
         # Heads are followed by an output, which is as large as Q.
@@ -347,16 +382,26 @@ class PushedExchange(HeadExchange):
         region = self._region(end, at_end or not to_heads)
         start = region.first
         places = [(shape_of(x), x.dtype, start + offset) for x, offset in zip(tensors, offsets, strict=True)]
-        pieces = [
-            pieces_of(x, [self.memory.view(owner, *place) for owner in range(self.ranks.size)], layout)
-            for x, place in zip(tensors, places, strict=True)
-        ]
+        theirs = [[self.memory.view(owner, *place) for owner in range(self.ranks.size)] for place in places]
+        waves = []
+        for number, share in enumerate(shares):
+            each = zip(tensors, theirs, strict=True)
+            if to_heads:
+                pieces = [
+                    self.pieces_of_heads(x, [share.part(x) for x in whole], layout, share)
+                    for x, whole in each
+                ]
+            else:
+                pieces = [self._to_rows(x, whole, layout) for x, whole in each]
+            ctas = FEW_CTAS if number else CTAS
+            waves.append(Moves(*launches_of(tensors, pieces, tensors[0].device, ctas=ctas)))
+        mine = tuple(whole[self.ranks.rank] for whole in theirs)
         brought = Brought(
-            tuple(self.memory.view(self.ranks.rank, *place) for place in places),
+            mine,
             self.memory.view(self.ranks.rank, (end,), torch.uint8, start),
             tuple(offset // x.itemsize for x, offset in zip(tensors, offsets, strict=True)),
         )
-        return Sending(scattered, *launches_of(tensors, pieces, tensors[0].device), region, brought)
+        return Sending(scattered, tuple(waves), region, brought)
 
     def _has_room(self, total: int, to_heads: bool) -> bool:
         """Whether an exchange of so many bytes fits: rows beside what the one before left. All ranks find the same."""
@@ -416,18 +461,19 @@ class PushedExchange(HeadExchange):
         self, x: Tensor, theirs: Sequence[Tensor], layout: str, share: HeadShare = EVERY_HEAD
     ) -> list[Piece]:
         """For each rank a share of its heads, of the rows of this one; ``theirs`` are the tensors that they become a
-        part of."""
+        part of, with as many heads."""
         mine = Chunks.of(self.ranks.rank, self.ranks.size, layout)
         batch, rows, heads, head_dim = x.shape
         of_rank = heads // self.ranks.size * head_dim
         columns, chunk = share.of(of_rank), rows // mine.number
         before = of_rank * share.first // share.all
         sizes = batch, mine.number, chunk, columns
-        there = self.ranks.size * rows * columns, mine.step * chunk * columns, columns, 1
         found = []
         for owner in self._others_first():
             whole = theirs[owner]
-            target = whole.as_strided(sizes, there, whole.storage_offset() + mine.first * chunk * columns)
+            of_batch, of_row = whole.stride()[:2]
+            there = of_batch, mine.step * chunk * of_row, of_row, 1
+            target = whole.as_strided(sizes, there, whole.storage_offset() + mine.first * chunk * of_row)
             found.append(Piece(target, owner * of_rank + before, chunk * x.stride(1)))
         return found
 
@@ -487,12 +533,14 @@ def launches_of(
     launches, by_torch = [], []
     size = len(pieces[0])
     at_once = max(1, MOST_COPIES // size)
+    threads = THREADS_OF_FEW if ctas <= FEW_CTAS else THREADS
     for (dtype, in_vectors), which in kinds.items():
         for i, j in product(range(0, len(which), at_once), range(0, size, MOST_COPIES)):
             some = tuple(which[i : i + at_once])
             parts = [pieces[n][j : j + MOST_COPIES] for n in some]
             number = len(parts[0])
-            launcher = copies.find(dtype, len(some), number, device, gathers) if in_vectors else None
+            kind = dtype, len(some), number, device, gathers, threads
+            launcher = copies.find(*kind) if in_vectors else None
             if launcher is None:
                 by_torch += [(n, piece) for n, part in zip(some, parts, strict=True) for piece in part]
             else:

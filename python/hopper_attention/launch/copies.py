@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
-from cute_kernels.copies.config import MOST_COPIES, VECTOR, CopiesConfig
+from cute_kernels.copies.config import MOST_COPIES, THREADS, VECTOR, CopiesConfig
 from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import target_of, why_not_ampere
@@ -62,17 +62,23 @@ def behind_sources(pieces: Sequence[Sequence[Piece]], most_ctas: int) -> tuple[A
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def find(
-    dtype: torch.dtype, sources: int, pieces: int, device: torch.device, gathers: bool = False
+    dtype: torch.dtype,
+    sources: int,
+    pieces: int,
+    device: torch.device,
+    gathers: bool = False,
+    threads: int = THREADS,
 ) -> CopiesLauncher | None:
     """The launcher, or None where there is no kernel; compiles or loads it the first time.
 
-    With ``gathers`` pieces come from their targets."""
+    With ``gathers`` pieces come from their targets. ``threads`` are those of a CTA."""
     target = target_of(device)
     is_possible = min(sources, pieces) > 0 and sources * pieces <= MOST_COPIES
     if dtype not in DTYPE_NAMES or not is_possible or why_not_ampere(target):
         return None
     major, minor = target.capability
-    config = CopiesConfig(ARCH_OF_CAPABILITY[major, minor], DTYPE_NAMES[dtype], sources, pieces, gathers)
+    arch, name = ARCH_OF_CAPABILITY[major, minor], DTYPE_NAMES[dtype]
+    config = CopiesConfig(arch, name, sources, pieces, gathers, threads)
     return CopiesLauncher(index_of(device), config, compile_cache.get_serving(config))
 
 

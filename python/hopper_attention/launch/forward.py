@@ -243,20 +243,21 @@ class ReadyLaunch:
             del out, lse
         return self.launcher(q, k, v, softmax_scale, wants_lse, *window)
 
-    def fill(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float) -> Tensor | None:
-        """The lse; out is written to a tensor that is contiguous and may lie where Q does, as each tile of both is of
-        one CTA. None if TMA cannot address the tensors, or another GPU is current."""
-        index = self.device_index
+    def fill(
+        self, q: Tensor, k: Tensor, v: Tensor, results: tuple[Tensor, Tensor], softmax_scale: float
+    ) -> bool:
+        """Write out and lse. out may lie where Q does, with its strides, as each tile of both is of one CTA. False, and
+        nothing is done, if TMA cannot address the tensors, or another GPU is current."""
+        index, (out, lse) = self.device_index, results
         addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
         if addresses % TMA_BYTES or current_device() != index:
-            return None
-        lse: Tensor = device_memory.empty_on_gpu(*self.lse)
+            return False
         if self.ctas:
             counter = device_memory.tile_counter(index)
             self.kernel(q, k, v, out, lse, counter, softmax_scale, *self.options, self.ctas)
         else:
             self.kernel(q, k, v, out, lse, softmax_scale, *self.options)
-        return lse
+        return True
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
