@@ -52,7 +52,7 @@ def shared(ranks: Ranks, device: torch.device, nbytes: int) -> PeerMemory:
     return found
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def of_any_length(kind: type[PushedExchange], ranks: Ranks, device: torch.device) -> HeadExchange:
     """With a memory of its own; messages where there is none."""
     found = share_memory(ranks, device, LEAST_BYTES)

@@ -88,7 +88,7 @@ def test_heads_in_waves_write_what_messages_bring(pool: Pool) -> None:
         assert is_right
         if plans == 0:
             pytest.skip("GPUs of this machine do not share memory")
-        # Of 24 exchanges those of the first call, which is not known to be made again, and of later ones each kind twice.
+        # Of 24 exchanges: those of the first call, which is not known to come again, and each later kind twice.
         assert plans <= 9
 
 

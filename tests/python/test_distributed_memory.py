@@ -501,7 +501,7 @@ def row_of_ulysses(ranks: int, heads: tuple[int, int], *sizes: int) -> str:
 
 
 def test_what_ulysses_holds_is_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = []
+    rows, beside_own = [], []
     for ranks, heads in product((2, 4, 8), HEADS):
         found = ulysses_bytes(monkeypatch, ranks, heads)
         q, k, v, out, _ = tensors_of(ranks, 1 << 15, heads)
@@ -523,13 +523,18 @@ def test_what_ulysses_holds_is_as_the_page_says(monkeypatch: pytest.MonkeyPatch)
         # The aim and the LSE, which is in float32, where heads of Q take no more than those of K and V.
         if heads == (16, 16):
             assert aim < held <= aim + 4 * out.numel() // HEAD_DIM
+        # One GPU's call on the rows of a rank: the output, the LSE, and sums of dQ in float32.
+        own = out.nbytes + 4 * out.numel() // HEAD_DIM + 2 * q.nbytes
+        beside_own.append(row_of_ulysses(ranks, heads, aim, own, held, held - own))
+        assert held - own <= aim
     assert table_of_the_page("ulysses memory") == rows
+    assert table_of_the_page("beside one call") == beside_own
 
 
 def test_what_heads_hold_that_are_copied_is_what_auto_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of more than 128 columns take no places: Q, K and V are copied for the backward pass."""
     monkeypatch.setattr(sys.modules[__name__], "HEAD_DIM", 256)
-    monkeypatch.setattr(over_peers, "may_take_their_places", lambda *given: False)
+    monkeypatch.setattr(over_peers, "_serves", lambda *given: False)
     for heads in HEADS:
         found = ulysses_bytes(monkeypatch, 4, heads)
         out = tensors_of(4, 1 << 15, heads)[3]

@@ -19,7 +19,13 @@ from hopper_attention.distributed.pushed import (
     Offered,
     PushedExchange,
 )
-from hopper_attention.distributed.waves import EVERY_HEAD_AT_ONCE, HeadShare, Waves, divide_in_waves
+from hopper_attention.distributed.waves import (
+    EVERY_HEAD,
+    EVERY_HEAD_AT_ONCE,
+    HeadShare,
+    Waves,
+    divide_in_waves,
+)
 from hopper_attention.launch.backward import BackwardLauncher, find_for_call
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import ReadyLaunch, run_forward
@@ -78,8 +84,8 @@ def _is_deterministic(call: Call) -> bool:
 
 
 def shares_of(qkv: tuple[Tensor, ...], ranks: int, mask: MaskSpec, call: Call) -> tuple[HeadShare, ...]:
-    """The heads of a rank that come together, where gradients of each share may take its place. All ranks find the
-    same."""
+    """The heads of a rank that come together: one share after the other where they may stay for the backward pass,
+    whose gradients take their places. All ranks find the same."""
     if call.softcap or sum([x.nbytes for x in qkv]) < LEAST_IN_WAVES:
         return EVERY_HEAD_AT_ONCE
     shapes, q = tuple([x.shape for x in qkv]), qkv[0]
@@ -89,7 +95,8 @@ def shares_of(qkv: tuple[Tensor, ...], ranks: int, mask: MaskSpec, call: Call) -
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def _shares_of(shapes: tuple[torch.Size, ...], ranks: int, *options: Any) -> tuple[HeadShare, ...]:
     shares = divide_in_waves(shapes[1][2] // ranks)
-    may_be = all(_serves(heads_of(shapes, ranks, share), *options) for share in shares)
+    # The backward pass has all heads at once.
+    may_be = all(_serves(heads_of(shapes, ranks, share), *options) for share in (EVERY_HEAD, *shares))
     return shares if may_be else EVERY_HEAD_AT_ONCE
 
 
@@ -136,7 +143,7 @@ class AttentionOverPeers(torch.autograd.Function):
         mask, layout = whole_mask(problem), problem.layout
         may_stay = exchange.takes_turns and not saves_elsewhere()
         shares = EVERY_HEAD_AT_ONCE
-        # Not beside a copy of all heads, which would be late.
+        # Not where all heads are copied, which is done beside attention, before others have come.
         if may_stay or not is_kept:
             shares = shares_of((q, k, v), exchange.ranks.size, mask, call)
         if len(shares) > 1:
