@@ -16,6 +16,7 @@ from hopper_attention.distributed import (
     Machine,
     context_parallel_attention,
     explain_context_parallel,
+    over_peers,
     pushed,
     ulysses,
 )
@@ -57,6 +58,37 @@ def test_ulysses_by_peer_memory_is_attention_of_the_whole(pool: Pool, tmp_path: 
         compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
         # Q, K and V; the output with its LSE; and as often in the backward pass.
         assert [count for _, count in found] == [meetings] * len(found)
+
+
+IN_WAVES = [
+    # Q, K and V in two waves, and the output; alone with a softcap or one key/value head a rank in one.
+    (Case(2, "ulysses", CAUSAL, heads=(8, 4), batch=1), 3),
+    (Case(2, "ulysses", CAUSAL, heads=(16, 16), batch=2, head_dim_v=24), 3),
+    (Case(2, "ulysses", {"window_size": (9, 4)}, heads=(4, 4), batch=1, seqlen=24), 3),
+    (
+        Case(3, "ulysses", {"window_size": (9, 4), "layout": "contiguous"}, heads=(6, 6), batch=2, seqlen=24),
+        3,
+    ),
+    (Case(3, "ulysses", {"softcap": 2.0, "layout": "contiguous"}, heads=(6, 6), batch=1), 2),
+    (Case(2, "ulysses", CAUSAL, heads=(4, 2), batch=1), 2),
+]
+
+
+def attend_in_waves(case: Case, folder: str) -> tuple[dict[str, np.ndarray], int]:
+    """``attend_by_peer_memory`` where few bytes are enough for waves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(over_peers, "LEAST_IN_WAVES", 0)
+        return attend_by_peer_memory(case, folder)
+
+
+def test_heads_in_waves_are_attention_of_the_whole(pool: Pool, tmp_path: Path) -> None:
+    for number, (case, meetings) in enumerate(IN_WAVES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        case = replace(case, with_gradient=False)
+        found = pool(members(case.ranks), "test_distributed_peers.attend_in_waves", case, str(folder))
+        compare(case, [of_rank for of_rank, _ in found], in_one_process(case), BUDGET)
+        assert [count for _, count in found] == [meetings] * len(found), case
 
 
 IN_PARTS = [
