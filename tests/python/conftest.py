@@ -1,4 +1,4 @@
-"""Kernels that are asked for on a GPU by name, and remember what they are called with."""
+"""The CPU that tests are for; kernels that are asked for on a GPU by name, and remember their calls."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without AMX, on which an output has the same bits whether there is an LSE or gradients beside it or not,
+    and whatever its strides. With AMX it is made in bfloat16 alone; tests of that ask for it."""
+    from hopper_attention.sdpa import attention, operators, products
+
+    for module in (attention, operators, products):
+        monkeypatch.setattr(module, "has_tiles", lambda: False)
 
 
 @pytest.fixture
