@@ -136,7 +136,7 @@ class Setting:
 
     def more_in_a_row(self, shape: Shape) -> int:
         """Long shapes have long calls, which do not wait for the host."""
-        return MORE_IN_A_ROW if self.on_gpu and self.is_short and shape.seqlen < LONG else 0
+        return MORE_IN_A_ROW if self.is_short and shape.seqlen < LONG else 0
 
     @property
     def on_gpu(self) -> bool:
@@ -145,6 +145,18 @@ class Setting:
     def wait(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
+
+    def moment(self) -> Any:
+        """When all that was launched before has been done."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, stop: Any) -> float:
+        """Seconds from one moment to another."""
+        return start.elapsed_time(stop) * 1e-3 if self.on_gpu else stop - start
 
 
 @dataclass
@@ -244,25 +256,20 @@ def measure(s: Setting, cell: Cell) -> None:
     """One round of a cell, on all ranks at once."""
     s.wait()
     dist.barrier()
+    clock = [s.moment()]
     began = time.perf_counter()
-    if s.on_gpu:
-        start, stop, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        start.record()
+    cell.run()
+    clock.append(s.moment())
+    cell.host_seconds.append(time.perf_counter() - began)
+    for _ in range(cell.more):
         cell.run()
-        stop.record()
-        cell.host_seconds.append(time.perf_counter() - began)
-        for _ in range(cell.more):
-            cell.run()
-        end.record()
-        s.wait()
-        seconds = start.elapsed_time(stop) * 1e-3
-        if cell.more:
-            cell.in_a_row.append(largest(s, stop.elapsed_time(end) * 1e-3 / cell.more))
-    else:
-        cell.run()
-        seconds = time.perf_counter() - began
+    clock.append(s.moment())
+    s.wait()
+    start, stop, end = clock
     cell.spans.append((began, time.perf_counter()))
-    cell.seconds.append(largest(s, seconds))
+    cell.seconds.append(largest(s, s.between(start, stop)))
+    if cell.more:
+        cell.in_a_row.append(largest(s, s.between(stop, end) / cell.more))
 
 
 def warm_up(s: Setting, cell: Cell) -> None:
