@@ -125,11 +125,13 @@ class Brought:
 
     Attributes:
         tensors: in the buffer.
+        waves: the heads of them that come together, share by share.
         room: all of them as bytes, one behind the other.
         firsts: where each begins in it, in elements of its own.
     """
 
     tensors: tuple[Tensor, ...]
+    waves: tuple[tuple[Tensor, ...], ...]
     room: Tensor
     firsts: tuple[int, ...]
 
@@ -165,7 +167,7 @@ class Guest:
         return self.brought.found_in(copy)
 
 
-NOBODY = Guest(Brought((), torch.empty(0, dtype=torch.uint8, device="cpu"), ()), NOTHING)
+NOBODY = Guest(Brought((), (), torch.empty(0, dtype=torch.uint8, device="cpu"), ()), NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,7 @@ class PushedExchange(HeadExchange):
         begun = self.memory.mark()
         self.memory.meet()
         self.leave(sending.region)
-        return sending.brought, Waves(self.memory, shares, partial(second.write, tensors), begun)
+        return sending.brought, Waves(self.memory, partial(second.write, tensors), begun)
 
     def receive(self, brought: Brought, may_stay: bool) -> Guest:
         """What was lent last, for a backward pass. It stays where it lies, if it may, where the last one that was
@@ -398,6 +400,7 @@ class PushedExchange(HeadExchange):
         mine = tuple(whole[self.ranks.rank] for whole in theirs)
         brought = Brought(
             mine,
+            tuple(tuple([share.part(x) for x in mine]) for share in shares),
             self.memory.view(self.ranks.rank, (end,), torch.uint8, start),
             tuple(offset // x.itemsize for x, offset in zip(tensors, offsets, strict=True)),
         )

@@ -31,12 +31,6 @@ class HeadShare(NamedTuple):
         heads = x.shape[2]
         return x if self.heads == self.all else x.narrow(2, heads * self.first // self.all, self.of(heads))
 
-    def part_of_lse(self, lse: Tensor) -> Tensor:
-        """Those of (batch, heads, positions); of one sequence it has the strides of a new tensor."""
-        heads = lse.shape[1]
-        part = lse.narrow(1, heads * self.first // self.all, self.of(heads))
-        return part[0].unsqueeze(0) if len(part) == 1 else part
-
 
 EVERY_HEAD = HeadShare(0, 1, 1)
 EVERY_HEAD_AT_ONCE: tuple[HeadShare, ...] = (EVERY_HEAD,)
@@ -56,27 +50,26 @@ class Waves:
 
     Attributes:
         memory: where they come.
-        shares: of the heads of a rank.
         send: the other share, by a launch.
         begun: the moment from which that may go.
     """
 
     memory: PeerMemory
-    shares: tuple[HeadShare, ...]
     send: Callable[[], None]
     begun: Any
 
     def run(self, first: Callable[[], None], then: Callable[[], None]) -> None:
         """Attention to the first share here, and aside to the other one, behind its copies."""
-        memory = self.memory
+        memory, ended = self.memory, self.begun
+        first()
         try:
-            first()
             with memory.aside():
                 memory.after(self.begun)
-                self.send()
-                memory.meet()
-                then()
+                try:
+                    self.send()
+                    memory.meet()
+                    then()
+                finally:
+                    ended = memory.mark()
         finally:
-            with memory.aside():
-                ended = memory.mark()
             memory.after(ended)
