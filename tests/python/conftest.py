@@ -10,8 +10,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU without AMX, on which an output has the same bits whether there is an LSE or gradients beside it or not,
-    and whatever its strides. With AMX it is made in bfloat16 alone; tests of that ask for it."""
+    """A CPU without AMX, on which an output has the same bits whether there is an LSE or gradients beside it or not.
+    With AMX it is made in bfloat16 where it is alone; tests of that ask for it."""
     from hopper_attention.sdpa import attention, operators, products
 
     for module in (attention, operators, products):

@@ -21,6 +21,7 @@ from hopper_attention import (
 from hopper_attention.reference import attention_naive
 from hopper_attention.sdpa import attention, operators, products
 from hopper_attention.sdpa.attention import Piece, pieces_of
+from hopper_attention.sdpa.terms import Terms
 
 BUDGET = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error over the largest value; half a step of the dtype is a quarter of it."""
@@ -114,6 +115,46 @@ def test_a_cpu_that_multiplies_tiles_makes_outputs_in_bfloat16(
         close(a, b, 4 * BUDGET[torch.bfloat16])
     flash_attn_func(*draw(shape, torch.float16), causal=causal, backend="torch")
     assert set(chosen) == {operators.CPU.name}
+
+
+STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "rows with a gap": lambda x: torch.cat([x, x], 3)[..., : x.shape[3]],
+    "every second column": lambda x: x.repeat_interleave(2, 3)[..., ::2],
+    "columns first": lambda x: x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
+    "rows last": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+}
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (7, 0)])
+@pytest.mark.parametrize("layout", STRIDED)
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_outputs_are_right_whatever_the_strides(
+    has_tiles: bool, layout: str, window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (products, attention, operators):
+        monkeypatch.setattr(module, "has_tiles", lambda: has_tiles)
+    q, k, v = (x.detach() for x in draw((40, 70, 4, 2, 64, 64), torch.bfloat16))
+    sides = {"window_left": window[0], "window_right": window[1]}
+    exact, _ = attention_naive(*(x.double() for x in (q, k, v)), causal=True, **sides)
+    strided = [STRIDED[layout](x) for x in (q, k, v)]
+    assert not any(x.is_contiguous() for x in strided)
+    out = flash_attn_func(*strided, causal=True, window_size=window, backend="torch")
+    close(out, exact, BUDGET[torch.bfloat16])
+
+
+@pytest.mark.parametrize("layout", STRIDED)
+def test_float32_is_right_whatever_the_strides(layout: str) -> None:
+    q, k, v = (x.detach() for x in draw((40, 70, 4, 2, 64, 64), torch.float32))
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = with_gradients(attention_naive, exact, causal=True)
+    g = torch.Generator().manual_seed(3)
+    dout, dlse = (torch.randn(x.shape, generator=g) for x in wanted[:2])
+    terms, (q, k, v, dout) = Terms(True, 0.125), map(STRIDED[layout], (q, k, v, dout))
+    out, lse = attention.attend(q, k, v, terms)
+    gradients = attention.differentiate(dout, dlse, q, k, v, STRIDED[layout](out), lse, terms)
+    for found, right in zip((out, lse, *gradients), wanted, strict=True):
+        close(found, right.detach(), 1e-5)
 
 
 @pytest.mark.parametrize("threads", [1, 64])

@@ -112,7 +112,7 @@ def heads_of(rows: tuple[torch.Size, ...], ranks: int, share: HeadShare) -> tupl
 
 
 def attend_in_waves(lent: Brought, waves: Waves, mask: MaskSpec, call: Call) -> tuple[Tensor, Tensor]:
-    """out and lse."""
+    """out and lse of all that is lent; the attention to heads that are here leaves SMs to copies of the others."""
     q, _, v = lent.tensors
     out, lse = q.new_empty((*q.shape[:3], v.shape[3])), empty_lse(q)
     heads = [of_q.shape[2] for of_q, *_ in lent.waves]

@@ -56,6 +56,7 @@ def _attend_on_cpu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     attend = aten._scaled_dot_product_flash_attention_for_cpu
+    q, k, v = map(_side_by_side, (q, k, v))
     out, lse = attend(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     return out, lse
 
@@ -74,7 +75,8 @@ def _differentiate_on_cpu(
     kv_heads, threads = k.shape[1], torch.get_num_threads()
 
     def backward(rows: Rows, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, out, lse = rows
+        (*wide, lse), (k, v) = rows, map(_side_by_side, (k, v))
+        dout, q, out = map(_side_by_side, wide)
         differentiate = aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = differentiate(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
         return dq, dk, dv
@@ -85,6 +87,11 @@ def _differentiate_on_cpu(
     whole_k, whole_v = _whole_heads(q, k, v)
     dq, dk, dv = share_out(backward, rows, whole_k, whole_v, causal, threads)
     return dq, _sum_heads(dk, kv_heads), _sum_heads(dv, kv_heads)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """x with the columns of a row side by side, as torch's operators for CPUs take them to be without a look."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _whole_heads(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
