@@ -39,6 +39,9 @@ the second share of a value."""
 FIT_SUMS, MOST_FIT = 4, 2.0**-4
 """The scale of a row of Q is fitted to its codes by sums of so many parts, and changes by no more than this share: more
 than e4m3 may be off."""
+MOST_OF_ELEMENT = 2.0**-5
+"""An element of K changes by no more than this share of itself for the length of its row (``length_feedback``). It is
+less than half the distance of the largest code from the next, so no code becomes larger than that."""
 RECIPROCAL = 0x7EF311C7
 """Bits of float32 less this are those of 1 / x, to an eighth. Of a share of half a percent no more is needed."""
 
@@ -79,6 +82,19 @@ def largest_codes(head_dim: int, scales_rows: bool) -> tuple[float, float]:
     divisor_q, divisor_k = next(divisors, (1, 1))
     largest_q = LARGEST_OF_ROW if scales_rows else E4M3_MAX
     return largest_q / divisor_q, E4M3_MAX / divisor_k
+
+
+def keeps_lengths(head_dim: int) -> bool:
+    """Whether rows of K are rounded such that they keep their length. Narrow rows, whose scores many errors do not
+    average out in, lose by larger errors what they gain; wider ones have codes that are too large for the sums."""
+    return 64 < head_dim <= MAX_HEAD_DIM
+
+
+def length_feedback(head_dim: int, largest: float) -> float:
+    """What x (x - code), summed over the elements x of a row in front, is multiplied with: their share of themselves
+    that later elements are to change by. It is about 1 over the sum of squares of a rotated row with this largest
+    code, as a power of two, which is exact."""
+    return float(2.0 ** round(math.log2(12.0 / (head_dim * largest**2))))
 
 
 def hadamard_blocks(head_dim: int) -> list[int]:

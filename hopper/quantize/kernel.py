@@ -12,11 +12,12 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.config import plan_entries
 from cute_kernels.plan.kernel import rows_of
 from cute_kernels.problem import VARLEN
-from hopper.quantize.config import CHUNK, E4M3_MAX, QuantizeConfig, validate_quantize_config
+from hopper.quantize.config import CHUNK, E4M3_MAX, QuantizeConfig, keeps_lengths, validate_quantize_config
 from hopper.quantize.operand import (
     CHUNK_WORDS,
     Cta,
     DenseItems,
+    LengthKeepingOperand,
     Operand,
     PackedItems,
     RowScaledOperand,
@@ -231,13 +232,14 @@ class QuantizeKernel:
         if const_expr(c.mean_floats > 0):
             means = storage.means.get_tensor(cute.make_layout((c.mean_floats // 2, 2)))
         operand_q = RowScaledOperand if c.scales_rows else Operand
+        operand_k = LengthKeepingOperand if keeps_lengths(c.head_dim) else Operand
         of_q, of_k, of_v = zip(sources, data, scales, strict=True)
         largest_q, largest_k = c.largest_codes
         items = PackedItems() if const_expr(c.layout == VARLEN) else DenseItems()
         options_v = c.rotate_v, c.smooth_v, E4M3_MAX, items
         q, k, v = (
             operand_q(c.q, *of_q, signs_qk, mean_k, means, c.rotate, False, largest_q, items),
-            Operand(c.k, *of_k, signs_qk, mean_k, means, c.rotate, c.smooth_k, largest_k, items),
+            operand_k(c.k, *of_k, signs_qk, mean_k, means, c.rotate, c.smooth_k, largest_k, items),
             TransposedOperand(c.v, *of_v, signs_v, mean_v, means, *options_v, buffer, c.vt),
         )
         first_of_k, first_of_v, end = bounds

@@ -6,7 +6,7 @@ from functools import reduce
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float16, Float32, Int16, Int32, Int64, const_expr
 
 from cute_kernels.fast_math import (
     join,
@@ -14,6 +14,7 @@ from cute_kernels.fast_math import (
     multiply_rounded,
     pack,
     pack_e4m3,
+    pack_e4m3_of_float16,
     pin,
     subtract_halves,
 )
@@ -25,11 +26,13 @@ from hopper.quantize.config import (
     FIT_SUMS,
     MIN_SCALE,
     MOST_FIT,
+    MOST_OF_ELEMENT,
     BlockTiling,
     hadamard_blocks,
     is_power_of_two,
+    length_feedback,
 )
-from hopper.quantize.halves import add_halves
+from hopper.quantize.halves import add_halves, halves_of, limit_halves, multiply_halves
 from hopper.quantize.words import (
     coarse_reciprocal,
     load_async,
@@ -45,6 +48,8 @@ CHUNK_BYTES = 2 * CHUNK
 CHUNK_WORDS = CHUNK // 2
 SIGN = -0x80000000
 FLOATS_PER_COPY = 4
+SWAPPED = 0x1032
+"""Selects the bytes of a word with its halves exchanged."""
 
 
 @dataclass(frozen=True)
@@ -331,6 +336,8 @@ class Operand(LoopInvariant):
     def _put(self, cta: Cta, row: cute.Tensor, inverse: Float32, p: cutlass.Constexpr[int], place: tuple):
         """Round the row of pass ``p`` and store it."""
         t, code_bytes = self.tiling, self.data.element_type.width // 8
+        # Only the store is conditional: what an idle row computes is cheaper than registers that may be unset.
+        codes = self._round(row, inverse)
         number, head = place[:2]
         row_of_item = t.row(p, cta.warp, cta.lane)
         row_of_entry = self.items.first_row(place) + number * t.rows + row_of_item
@@ -339,11 +346,16 @@ class Operand(LoopInvariant):
         offset = offset + Int64(head) * self.data.stride[2] + t.column(0, cta.lane)
         address = self.data.iterator.toint() + code_bytes * offset
         for c in cutlass.range_constexpr(t.chunks):
-            # Only the store is conditional: what an idle row computes is cheaper than registers that may be unset.
-            rounded = (round_to_wide_codes if code_bytes == 2 else round_chunk)(row, c, inverse)
+            words = (wide_words if code_bytes == 2 else code_words)(codes[c])
             if row_of_item < self.rows_present(place):
                 first = address + c * t.lanes * CHUNK * code_bytes
-                cute.autovec_copy(rounded, words_at(first, cute.size(rounded)))
+                cute.autovec_copy(words, words_at(first, cute.size(words)))
+
+    def _round(self, row: cute.Tensor, inverse: Float32) -> list[list[Int16]]:
+        """A row times ``inverse`` in e4m3: pairs of codes of each chunk."""
+        x = [row[i] * inverse for i in range(cute.size(row))]
+        pairs = [pack_e4m3(*x[i : i + 2]) for i in range(0, len(x), 2)]
+        return [pairs[i : i + CHUNK // 2] for i in range(0, len(pairs), CHUNK // 2)]
 
     def _finish(self, cta: Cta, place: tuple):
         """What is left to do once every row is put."""
@@ -419,6 +431,48 @@ class RowScaledOperand(Operand):
         return self._join_lanes(add_halves(lower, upper), add_halves)
 
 
+@dataclass(frozen=True)
+class LengthKeepingOperand(Operand):
+    """K, whose rows keep their length (``hopper_attention.quantization_rules.round_rows``).
+
+    Even and odd columns of four chunks are eight chains, pairs of float16: of one chunk in each lane where four share
+    a row, of two in turn where two do. Behind each step of 32 columns they join.
+    """
+
+    def _round(self, row: cute.Tensor, inverse: Float32) -> list[list[Int16]]:
+        t = self.tiling
+        of_lane = FIT_SUMS // t.lanes
+        # In registers, since these instructions take no constants.
+        feedback = pin(Int32(halves_of(length_feedback(t.head_dim, self.largest))), Int32)
+        most = pin(Int32(halves_of(MOST_OF_ELEMENT)), Int32)
+        total, codes = pin(Int32(0), Int32), []
+        for step in range(0, t.chunks, of_lane):
+            left = []
+            for c in range(step, min(step + of_lane, t.chunks)):
+                carry, pairs = total, []
+                for i in range(c * CHUNK, (c + 1) * CHUNK, 2):
+                    x = pack(row[i] * inverse, row[i + 1] * inverse, Float16)
+                    code = pack_e4m3_of_float16(multiply_add_halves(x, limit_halves(carry, most), x))
+                    error = subtract_halves(x, widen_codes(code))
+                    carry = multiply_add_halves(multiply_halves(x, feedback), error, carry)
+                    pairs.append(code)
+                codes.append(pairs)
+                left.append(subtract_halves(carry, total))
+            total = add_halves(total, self._join_chains(left))
+        return codes
+
+    def _join_chains(self, left: list[Int32]) -> Int32:
+        """The sum of what the chains have added in a step, in both halves of a word: of the chunks 0 and 2, of 1 and
+        3, and of both."""
+        of_lane = [add_halves(x, permute(x, x, SWAPPED)) for x in left]
+        joined = reduce(add_halves, of_lane)
+        distance = self.tiling.lanes // 2
+        while distance:
+            joined = add_halves(joined, cute.arch.shuffle_sync_bfly(joined, offset=distance))
+            distance //= 2
+        return joined
+
+
 def flip_signs(chunk: cute.Tensor, flips: cute.Tensor):
     """Flip the signs of float32 values as masks for pairs of 16-bit values say."""
     for w in range(CHUNK_WORDS):
@@ -454,19 +508,17 @@ def amax_without_nan(row: cute.Tensor) -> Float32:
     return amax
 
 
-def round_chunk(row: cute.Tensor, c: int, inverse: Float32) -> cute.Tensor:
-    """Chunk ``c`` of a row times ``inverse``, in e4m3: two words."""
-    x = [row[c * CHUNK + i] * inverse for i in range(CHUNK)]
-    words = cute.make_rmem_tensor(CHUNK // 4, Int32)
-    for w in range(CHUNK // 4):
-        words[w] = join(pack_e4m3(x[4 * w], x[4 * w + 1]), pack_e4m3(x[4 * w + 2], x[4 * w + 3]))
+def code_words(pairs: list[Int16]) -> cute.Tensor:
+    """Pairs of codes, two in each word."""
+    words = cute.make_rmem_tensor(len(pairs) // 2, Int32)
+    for w in range(len(pairs) // 2):
+        words[w] = join(pairs[2 * w], pairs[2 * w + 1])
     return words
 
 
-def round_to_wide_codes(row: cute.Tensor, c: int, inverse: Float32) -> cute.Tensor:
-    """The same numbers in float16: four words."""
-    x = [row[c * CHUNK + i] * inverse for i in range(CHUNK)]
-    words = cute.make_rmem_tensor(CHUNK // 2, Int32)
-    for w in range(CHUNK // 2):
-        words[w] = widen_codes(pack_e4m3(x[2 * w], x[2 * w + 1]))
+def wide_words(pairs: list[Int16]) -> cute.Tensor:
+    """Pairs of codes in float16, one in each word."""
+    words = cute.make_rmem_tensor(len(pairs), Int32)
+    for w, pair in enumerate(pairs):
+        words[w] = widen_codes(pair)
     return words

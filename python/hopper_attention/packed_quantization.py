@@ -42,6 +42,7 @@ from hopper_attention.quantization_rules import (
     only_numbers,
     power_of_two,
     round_runs,
+    rounding_of_keys,
     to_e4m3,
     worth_subtracting,
 )
@@ -143,7 +144,15 @@ def quantize_packed_by_torch(
     quantized_q = _quantize(q32, of_q, c.granularity, c.block_q, kv_heads, largest_q)
     return PackedQuantizedQKV(
         _fitted(q32, of_q, quantized_q) if c.scales_rows and q.shape[2] <= MAX_HEAD_DIM else quantized_q,
-        _quantize(k32, of_k, c.granularity, block_k, kv_heads, largest_k),
+        _quantize(
+            k32,
+            of_k,
+            c.granularity,
+            block_k,
+            kv_heads,
+            largest_k,
+            rounded=lambda x, _: rounding_of_keys(k.shape[2], largest_k)(x),
+        ),
         PackedTransposedV(transpose_packed(rows.data, lengths), rows.scale, rows.block, v.shape[0]),
         lengths=lengths,
         quantization=c,

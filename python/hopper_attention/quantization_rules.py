@@ -14,6 +14,7 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
   costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale. V is rounded such
   that errors of neighbouring keys cancel (:func:`round_values`).
+- Rows of K are rounded such that they keep their length (:func:`round_rows`), up to head_dim 256, and from 72 on.
 - The scale of a row of Q by itself is then fitted to its codes, which changes it by a fraction of a percent
   (:func:`fit_of_rows`); not in heads wider than 256, whose codes are too large for the sums.
 - NaN and infinities become NaN, e4m3's only non-finite code. They do not enter the scale, so they spoil no
@@ -29,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch.nn.functional import pad
@@ -62,9 +63,12 @@ from hopper.quantize.config import (
     FIT_SUMS,
     MIN_SCALE,
     MOST_FIT,
+    MOST_OF_ELEMENT,
     MOST_SHIFT,
     RECIPROCAL,
+    keeps_lengths,
     largest_codes,
+    length_feedback,
 )
 from hopper_attention.checks import TensorSpec
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides
@@ -169,6 +173,45 @@ def round_runs(runs: torch.Tensor) -> torch.Tensor:
     return torch.stack([code.view(torch.uint8) for code in codes], 1).view(E4M3)
 
 
+def rounding_of_keys(head_dim: int, largest: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How keys over their scale become e4m3."""
+    return partial(round_rows, largest=largest) if keeps_lengths(head_dim) else to_e4m3
+
+
+def round_rows(x: torch.Tensor, largest: float) -> torch.Tensor:
+    """Rows x (..., head_dim) over their scale, up to ``largest``, in e4m3, such that each keeps its length.
+
+    By chance the codes c of a row are a little too long or too short for it, and with them its scores for the queries
+    that like it best, which point the way that it does. A key has no scale that could be fitted (:func:`fit_of_rows`).
+    So each element is changed by a share of itself before it is rounded: ``length_feedback`` times the sum of
+    x (x - c) over the elements in front, but no more than MOST_OF_ELEMENT. So <x, c> comes out nearer to <x, x>, and
+    single errors grow by about a percent. Even and odd columns of four chunks have a sum each, which take in those of
+    the others behind each 32 columns. A row with NaN or infinity has its other codes off by up to that share.
+
+    All in float16, whose numbers have the digits that decide how e4m3 rounds.
+    """
+    head_dim = x.shape[-1]
+    feedback = length_feedback(head_dim, largest)
+    steps = pad(x.half(), (0, -head_dim % (FIT_SUMS * CHUNK))).unflatten(-1, (-1, FIT_SUMS, CHUNK // 2, 2))
+    total = steps.new_zeros(*steps.shape[:-4], 1, 1)
+    codes = []
+    for step in steps.unbind(-4):
+        carry, pairs = total, []
+        for values in step.unbind(-2):
+            share = carry.abs().nan_to_num(math.inf).clamp_max(MOST_OF_ELEMENT).copysign(carry.nan_to_num())
+            pairs.append(to_e4m3(_multiply_add_halves(values, share, values).float()))
+            carry = _multiply_add_halves(feedback * values, values - pairs[-1].half(), carry)
+        codes.append(torch.stack([pair.view(torch.uint8) for pair in pairs], -2))
+        a, b, c, d = (carry - total).sum(-1, keepdim=True).unbind(-2)
+        total = total + ((a + c) + (b + d)).unsqueeze(-2)
+    return torch.stack(codes, -4).flatten(-4)[..., :head_dim].contiguous().view(E4M3)
+
+
+def _multiply_add_halves(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a b + c of float16: in float32 the products are exact, and so nearly always the sums."""
+    return torch.addcmul(c.float(), a.float(), b.float()).half()
+
+
 def fit_of_rows(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     """What the scales of rows are to be multiplied with, for the least squared error by their codes.
 
@@ -191,9 +234,7 @@ def fit_of_rows(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     pairs = [y.movedim(-2, -3).flatten(-4, -3).unbind(-3) for y in chunks]
     of_codes = of_errors = torch.zeros_like(pairs[0][0])
     for c, error in zip(*pairs, strict=True):
-        # In float32 the products are exact, and so nearly always the sums.
-        of_errors = torch.addcmul(of_errors.float(), c.float(), error.float()).half()
-        of_codes = torch.addcmul(of_codes.float(), c.float(), c.float()).half()
+        of_errors, of_codes = _multiply_add_halves(c, error, of_errors), _multiply_add_halves(c, c, of_codes)
     share = _join_sums(of_errors) * (RECIPROCAL - _join_sums(of_codes).view(torch.int32)).view(torch.float32)
     return torch.where(share.abs() <= MOST_FIT, 1.0 + share, 1.0)
 
@@ -452,6 +493,13 @@ def quantize_by_torch(
     quantized_q = _quantize(q32, c.granularity, c.block_q, kv_heads, largest=largest_q)
     return (
         _fitted(q32, quantized_q) if c.scales_rows and q.shape[3] <= MAX_HEAD_DIM else quantized_q,
-        _quantize(k32, c.granularity, block_k, kv_heads, largest=largest_k),
+        _quantize(
+            k32,
+            c.granularity,
+            block_k,
+            kv_heads,
+            largest=largest_k,
+            rounded=rounding_of_keys(k.shape[3], largest_k),
+        ),
         TransposedV(transpose_for_kernel(rows.data), rows.scale, rows.block, v.shape[1]),
     )

@@ -9,7 +9,14 @@ import torch
 
 from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper.quantize.config import E4M3_MAX, MIN_SCALE, MOST_FIT, MOST_SHIFT, hadamard_blocks
+from hopper.quantize.config import (
+    E4M3_MAX,
+    MIN_SCALE,
+    MOST_FIT,
+    MOST_OF_ELEMENT,
+    MOST_SHIFT,
+    hadamard_blocks,
+)
 from hopper_attention import device_memory, flash_attn_fp8_func
 from hopper_attention.problem import length_bounds
 from hopper_attention.quantization import (
@@ -21,7 +28,7 @@ from hopper_attention.quantization import (
     quantize_qkv,
     to_e4m3,
 )
-from hopper_attention.quantization_rules import power_of_two, round_values
+from hopper_attention.quantization_rules import power_of_two, round_rows, round_values
 from hopper_attention.quantized import default_block_widths, row_scale, transpose_for_kernel
 from hopper_attention.rotation import (
     rotate_back,
@@ -181,6 +188,58 @@ def test_the_scale_of_a_row_of_q_is_the_best_for_its_codes(head_dim: int):
     assert (error(scale) < error(first) * (1 + 1e-5)).all()
     # One of head_dim degrees of freedom is gone.
     assert error(scale).sum() < (1 - 0.5 / head_dim) * error(first).sum()
+
+
+def scaled_rows(head_dim: int, largest: float, seed: int = 0) -> torch.Tensor:
+    """Normal rows, each with the largest code as its largest element."""
+    x = torch.randn(4000, head_dim, generator=torch.Generator().manual_seed(seed))
+    return x * (largest / x.abs().amax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "largest"), [(72, 28.0), (96, 28.0), (128, 28.0), (200, 14.0), (256, 14.0)]
+)
+def test_rows_of_k_keep_their_length(head_dim: int, largest: float) -> None:
+    """What codes are off along their row is less than by rounding to nearest; single errors grow little."""
+    x = scaled_rows(head_dim, largest)
+    errors = [codes.float() - x for codes in (round_rows(x, largest), to_e4m3(x))]
+    off, off_nearest = (((e * x).sum(-1) / x.square().sum(-1)).square().mean().sqrt() for e in errors)
+    assert off < 0.75 * off_nearest
+    assert errors[0].square().sum() < 1.035 * errors[1].square().sum()
+
+
+@pytest.mark.parametrize("head_dim", [72, 128, 192, 256])
+def test_keys_get_codes_that_keep_their_length_up_to_their_promise(head_dim: int) -> None:
+    q, k, v = draw(head_dim=head_dim)
+    part = quantize_qkv(q, k, v, quantization=PLAIN).k
+    scaled = k * row_scale(part.scale.reciprocal(), part.block, k.shape[1])
+    assert torch.equal(part.data.float(), round_rows(scaled, part.largest).float())
+    assert (part.data.float() != to_e4m3(scaled).float()).any()
+    assert part.data.float().abs().max() == part.largest
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 320])
+def test_narrow_and_very_wide_keys_are_rounded_to_nearest(head_dim: int) -> None:
+    q, k, v = draw(head_dim=head_dim)
+    part = quantize_qkv(q, k, v, quantization=PLAIN).k
+    scaled = k * row_scale(part.scale.reciprocal(), part.block, k.shape[1])
+    assert torch.equal(part.data.float(), to_e4m3(scaled).float())
+
+
+def test_a_key_with_what_is_no_number_keeps_its_other_codes_near() -> None:
+    x = scaled_rows(128, 28.0)[:200]
+    codes = round_rows(x, 28.0).float()
+    for bad in (math.nan, math.inf, -math.inf):
+        x[7, 5], x[9] = bad, bad
+        dirty = round_rows(x, 28.0).float()
+        assert (
+            torch.isnan(dirty).sum() == 1 + 128 and torch.isnan(dirty[7, 5]) and torch.isnan(dirty[9]).all()
+        )
+        others = [i for i in range(200) if i not in (7, 9)]
+        assert torch.equal(dirty[others], codes[others])
+        rest = torch.cat([x[7, :5], x[7, 6:]])
+        off = torch.cat([dirty[7, :5], dirty[7, 6:]]) - rest
+        assert (off.abs() <= rest.abs() * (MOST_OF_ELEMENT + 2.0**-4) + 2.0**-9).all()
 
 
 @pytest.mark.parametrize("granularity", ["block", "head", "tensor"])
