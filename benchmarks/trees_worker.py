@@ -15,6 +15,7 @@ from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_qu
 TOKENS, WIDTH = 16_384, 2_048
 BURST_S = 0.005
 FORWARD, FP8, FP8_END_TO_END, BACKWARD = "forward", "fp8", "fp8 end to end", "backward"
+QUANTIZE = "quantize"
 
 
 def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
@@ -31,6 +32,8 @@ def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
     if kind == FP8:
         parts = quantize_qkv(q, k, v)
         return lambda: flash_attn_quantized_func(parts, causal=causal)
+    if kind == QUANTIZE:
+        return lambda: quantize_qkv(q, k, v)
     if kind == FP8_END_TO_END:
         return lambda: flash_attn_fp8_func(q, k, v, causal=causal)
     inputs = [x.requires_grad_() for x in (q, k, v)]
