@@ -199,17 +199,27 @@ def round_rows(x: torch.Tensor, largest: float) -> torch.Tensor:
         carry, pairs = total, []
         for values in step.unbind(-2):
             share = carry.abs().nan_to_num(math.inf).clamp_max(MOST_OF_ELEMENT).copysign(carry.nan_to_num())
-            pairs.append(to_e4m3(_multiply_add_halves(values, share, values).float()))
-            carry = _multiply_add_halves(feedback * values, values - pairs[-1].half(), carry)
+            pairs.append(to_e4m3(multiply_add_halves(values, share, values).float()))
+            carry = multiply_add_halves(feedback * values, values - pairs[-1].half(), carry)
         codes.append(torch.stack([pair.view(torch.uint8) for pair in pairs], -2))
         a, b, c, d = (carry - total).sum(-1, keepdim=True).unbind(-2)
         total = total + ((a + c) + (b + d)).unsqueeze(-2)
     return torch.stack(codes, -4).flatten(-4)[..., :head_dim].contiguous().view(E4M3)
 
 
-def _multiply_add_halves(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a b + c of float16: in float32 the products are exact, and so nearly always the sums."""
-    return torch.addcmul(c.float(), a.float(), b.float()).half()
+def multiply_add_halves(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a b + c of float16, rounded once: in float64 the numbers that occur here have exact products and sums."""
+    return _to_half(torch.addcmul(c.double(), a.double(), b.double()))
+
+
+def _to_half(x: torch.Tensor) -> torch.Tensor:
+    """float64 in float16, rounded once. torch goes by way of float32, so that is rounded to odd: what is between two
+    numbers gets the one with an odd last bit, and so stays on its side of what float16 has halfway."""
+    single = x.float()
+    bits = single.view(torch.int32)
+    toward_zero = bits - (single.abs().double() > x.abs()).int()
+    odd = torch.where(single.double() == x, bits, toward_zero | 1)
+    return odd.view(torch.float32).half()
 
 
 def fit_of_rows(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
@@ -234,7 +244,7 @@ def fit_of_rows(x: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     pairs = [y.movedim(-2, -3).flatten(-4, -3).unbind(-3) for y in chunks]
     of_codes = of_errors = torch.zeros_like(pairs[0][0])
     for c, error in zip(*pairs, strict=True):
-        of_errors, of_codes = _multiply_add_halves(c, error, of_errors), _multiply_add_halves(c, c, of_codes)
+        of_errors, of_codes = multiply_add_halves(c, error, of_errors), multiply_add_halves(c, c, of_codes)
     share = _join_sums(of_errors) * (RECIPROCAL - _join_sums(of_codes).view(torch.int32)).view(torch.float32)
     return torch.where(share.abs() <= MOST_FIT, 1.0 + share, 1.0)
 

@@ -377,11 +377,11 @@ def typed(operation: Callable[..., np.ndarray]) -> Compute:
 
 
 def of_halves(operation: Callable[..., np.ndarray], *words: np.ndarray) -> np.ndarray:
-    """An operation on pairs of float16, in float32 and rounded once more, which is as if rounded once.
+    """An operation on pairs of float16, in float64, which has their sums and products, and rounded once.
 
     There is one NaN, as on a GPU.
     """
-    pairs = [np.ascontiguousarray(word).view(np.float16).astype(np.float32) for word in words]
+    pairs = [np.ascontiguousarray(word).view(np.float16).astype(np.float64) for word in words]
     result = operation(*pairs)
     bits = np.where(np.isnan(result), NAN_OF_HALVES, result.astype(np.float16).view(np.uint16))
     return bits.astype(np.uint16).view(np.uint32)

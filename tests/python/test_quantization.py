@@ -4,6 +4,7 @@ import dataclasses
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,7 +29,7 @@ from hopper_attention.quantization import (
     quantize_qkv,
     to_e4m3,
 )
-from hopper_attention.quantization_rules import power_of_two, round_rows, round_values
+from hopper_attention.quantization_rules import multiply_add_halves, power_of_two, round_rows, round_values
 from hopper_attention.quantized import default_block_widths, row_scale, transpose_for_kernel
 from hopper_attention.rotation import (
     rotate_back,
@@ -224,6 +225,15 @@ def test_narrow_and_very_wide_keys_are_rounded_to_nearest(head_dim: int) -> None
     part = quantize_qkv(q, k, v, quantization=PLAIN).k
     scaled = k * row_scale(part.scale.reciprocal(), part.block, k.shape[1])
     assert torch.equal(part.data.float(), to_e4m3(scaled).float())
+
+
+def test_sums_of_the_twin_are_rounded_once() -> None:
+    """As an FMA does: torch rounds float64 to float32 before it rounds to float16."""
+    a, b, c = (torch.randn(200_000, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    a, b, c = a.half(), (b * 2.0**-9).half(), c.half()
+    exact = a.double() * b.double() + c.double()
+    assert torch.equal(multiply_add_halves(a, b, c), torch.from_numpy(exact.numpy().astype(np.float16)))
+    assert not torch.equal(multiply_add_halves(a, b, c), exact.half())
 
 
 def test_a_key_with_what_is_no_number_keeps_its_other_codes_near() -> None:
