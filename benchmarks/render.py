@@ -117,9 +117,15 @@ def read_scaling(results: Path) -> list[ScalingReport]:
     return [load_scaling(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
-def read_prepass(results: Path) -> list[QuantizeReport]:
+def read_accuracy(results: Path) -> dict[str, Any] | None:
+    """The newest accuracy report of any card: errors are those of the code, on every card the same."""
+    found = [read_figures(results / f"rmse_{gpu}.json", "rmse") for gpu in (GPU, *OTHER_GPUS)]
+    return max((report for report in found if report), key=lambda report: report["date"], default=None)
+
+
+def read_prepass(results: Path, gpu: str = GPU) -> list[QuantizeReport]:
     """The report of the FP8 pre-pass, if one has been committed."""
-    path = results / f"prepass_{GPU}.json"
+    path = results / f"prepass_{gpu}.json"
     return [load_quantize(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
@@ -135,9 +141,9 @@ def read_serving(results: Path, gpu: str = GPU) -> list[ServingReport]:
     return [load_serving(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
-def read_others(results: Path, kind: str) -> list[dict[str, Any]]:
+def read_others(results: Path, kind: str, gpu: str = GPU) -> list[dict[str, Any]]:
     """A report of this kind whose page takes it as it is, if there is one."""
-    report = read_figures(results / f"{kind}_{GPU}.json", kind)
+    report = read_figures(results / f"{kind}_{gpu}.json", kind)
     return [] if report is None else [report]
 
 
@@ -156,7 +162,7 @@ def render(root: Path, results: Path) -> dict[Path, str]:
     """
     reports = read_reports(results)
     latency = read_figures(results / f"latency_{GPU}.json", "latency")
-    rmse = read_figures(results / f"rmse_{GPU}.json", "rmse")
+    rmse = read_accuracy(results)
     readme, folder = root / "README.md", root / "docs" / "results"
     text, pages = readme.read_text(encoding="utf-8"), {}
     for report in reports:
@@ -204,6 +210,10 @@ def render(root: Path, results: Path) -> dict[Path, str]:
         found = read_throughput(results, gpu), read_features(results, gpu), read_serving(results, gpu)
         if any(found):
             pages[folder / page] = render_other_gpu(name, *found)
+        for prepass in read_prepass(results, gpu):
+            pages[folder / f"prepass_{page}"] = render_quantize(prepass)
+        for families in read_others(results, FAMILIES_KIND, gpu):
+            pages[folder / f"fp8_inputs_{page}"] = render_families(families)
     return {readme: text, **pages}
 
 

@@ -192,9 +192,9 @@ def test_the_scale_of_a_row_of_q_is_the_best_for_its_codes(head_dim: int):
 
 
 def scaled_rows(head_dim: int, largest: float, seed: int = 0) -> torch.Tensor:
-    """Normal rows, each with the largest code as its largest element."""
-    x = torch.randn(4000, head_dim, generator=torch.Generator().manual_seed(seed))
-    return x * (largest / x.abs().amax(-1, keepdim=True))
+    """Normal rows in blocks of 128, the largest element of each of which is the largest code."""
+    x = torch.randn(32, 128, head_dim, generator=torch.Generator().manual_seed(seed))
+    return (x * (largest / x.abs().amax((1, 2), keepdim=True))).flatten(0, 1)
 
 
 @pytest.mark.parametrize(

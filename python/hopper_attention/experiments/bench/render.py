@@ -277,7 +277,8 @@ def render_page(
     if latency:
         parts += ["## Latency", render_latency(latency)]
     if rmse:
-        parts += ["## Accuracy", render_rmse(rmse)]
+        measured = measured_on(rmse["date"], rmse["commit"], rmse["machine"])
+        parts += ["## Accuracy", measured, render_rmse(rmse)]
     parts += ["## Peers", "\n".join(versions), "## Method", method_text(report.method)]
     return page([*parts, section("What did not run", lines_text(problems_of(report)))])
 

@@ -67,6 +67,9 @@ LATENCY = {
 RMSE = {
     "schema": 1,
     "kind": "rmse",
+    "date": "2026-11-20T10:00:00Z",
+    "commit": "c0ffee" * 6,
+    "machine": {"gpu": "NVIDIA H200"},
     "batch": 1,
     "seqlen": 8448,
     "heads": 4,
@@ -195,6 +198,17 @@ def test_rendering_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixtu
     page = (tmp_path / "docs" / "results" / "forward.md").read_text()
     assert "| ours | 14.9 | 6.0 |" in page and "| fa4 | failed | broke |" in page
     assert "| RMSE on the paper's outlier inputs, fp16 | <= 4.11e-05 (FA3) | 4.12e-05 | yes |" in page
+
+    newer = RMSE | {
+        "date": "2026-11-21T10:00:00Z",
+        "machine": {"gpu": "NVIDIA H100"},
+        "rmse": {"ours": 3.21e-5},
+    }
+    (results / "rmse_nvidia_h100_80gb_hbm3.json").write_text(dump_figures(newer))
+    assert render_script.main(arguments) == 0
+    page = (tmp_path / "docs" / "results" / "forward.md").read_text()
+    assert "commit `c0ffeec0ffee` on gpu NVIDIA H100.\n\nInputs N(0, 1) + N(0, 100)" in page
+    assert "| ours | 3.21e-05 |" in page
 
 
 def test_the_plot_leaves_out_peers_that_did_not_run(tmp_path: Path) -> None:
