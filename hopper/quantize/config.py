@@ -42,9 +42,8 @@ than e4m3 may be off."""
 MOST_OF_ELEMENT = 2.0**-5
 """An element of K changes by no more than this share of itself for the length of its row (``length_feedback``). It is
 less than half the distance of the largest code from the next, so no code becomes larger than that."""
-LARGEST_OVER_MEAN_SQUARE = 20.0
-"""Of normal numbers in a block of K: the largest square over the mean one. It is 16 to 18 in rotated blocks of N(0, 1),
-up to 30 where some rows had outliers."""
+FEEDBACK_OF_LENGTH = 0.1
+"""``length_feedback`` where the largest code is 1."""
 RECIPROCAL = 0x7EF311C7
 """Bits of float32 less this are those of 1 / x, to an eighth. Of a share of half a percent no more is needed."""
 
@@ -93,14 +92,16 @@ def keeps_lengths(head_dim: int) -> bool:
     return 64 < head_dim <= MAX_HEAD_DIM
 
 
-def length_feedback(head_dim: int, largest: float) -> float:
+def length_feedback(largest: float) -> float:
     """What x (x - code), summed over the elements x of a row in front, is multiplied with: the share of themselves
     that later elements are to change by.
 
-    It is about 1 over the sum of squares of a row of normal numbers in a block with this largest code, as a power of
-    two, which is exact. Twice as much leaves less of what a row is off in its length, and larger single errors.
+    A power of two, which is exact. Of rows of normal numbers, whose squares add up to about largest^2 head_dim / 17, it
+    takes 0.7 of what they are off at head_dim 128 and 1.4 at 256, where less is left to come. Twice as much at 128
+    is better by 1 % where a few keys have most of the weight, and worse where rows have outliers, whose rotated
+    elements are alike and rounded alike.
     """
-    return float(2.0 ** round(math.log2(LARGEST_OVER_MEAN_SQUARE / (head_dim * largest**2))))
+    return float(2.0 ** round(math.log2(FEEDBACK_OF_LENGTH / largest**2)))
 
 
 def hadamard_blocks(head_dim: int) -> list[int]:

@@ -443,7 +443,7 @@ class LengthKeepingOperand(Operand):
         t = self.tiling
         of_lane = FIT_SUMS // t.lanes
         # In registers, since these instructions take no constants.
-        feedback = pin(Int32(halves_of(length_feedback(t.head_dim, self.largest))), Int32)
+        feedback = pin(Int32(halves_of(length_feedback(self.largest))), Int32)
         most = pin(Int32(halves_of(MOST_OF_ELEMENT)), Int32)
         total, codes = pin(Int32(0), Int32), []
         for step in range(0, t.chunks, of_lane):

@@ -191,7 +191,7 @@ def round_rows(x: torch.Tensor, largest: float) -> torch.Tensor:
     All in float16, whose numbers have the digits that decide how e4m3 rounds.
     """
     head_dim = x.shape[-1]
-    feedback = length_feedback(head_dim, largest)
+    feedback = length_feedback(largest)
     steps = pad(x.half(), (0, -head_dim % (FIT_SUMS * CHUNK))).unflatten(-1, (-1, FIT_SUMS, CHUNK // 2, 2))
     total = steps.new_zeros(*steps.shape[:-4], 1, 1)
     codes = []

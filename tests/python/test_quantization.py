@@ -198,14 +198,15 @@ def scaled_rows(head_dim: int, largest: float, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "largest"), [(72, 28.0), (96, 28.0), (128, 28.0), (200, 14.0), (256, 14.0)]
+    ("head_dim", "largest", "most"),
+    [(72, 28.0, 0.9), (96, 28.0, 0.87), (128, 28.0, 0.82), (192, 14.0, 0.73), (256, 14.0, 0.68)],
 )
-def test_rows_of_k_keep_their_length(head_dim: int, largest: float) -> None:
+def test_rows_of_k_keep_their_length(head_dim: int, largest: float, most: float) -> None:
     """What codes are off along their row is less than by rounding to nearest; single errors grow little."""
     x = scaled_rows(head_dim, largest)
     errors = [codes.float() - x for codes in (round_rows(x, largest), to_e4m3(x))]
     off, off_nearest = (((e * x).sum(-1) / x.square().sum(-1)).square().mean().sqrt() for e in errors)
-    assert off < 0.75 * off_nearest
+    assert off < most * off_nearest
     assert errors[0].square().sum() < 1.035 * errors[1].square().sum()
 
 
