@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.render import read_accuracy
 from hopper_attention.experiments.bench.results import (
     Cell,
     ForwardReport,
@@ -26,16 +27,17 @@ from hopper_attention.experiments.bench.results import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @cache
 def report_text(name: str) -> str:
-    return (ROOT / "benchmarks" / "results" / f"{name}_nvidia_h200.json").read_text()
+    return (RESULTS / f"{name}_nvidia_h200.json").read_text()
 
 
 @cache
 def figures(name: str) -> Any:
-    return json.loads(report_text(name))
+    return read_accuracy(RESULTS) if name == "rmse" else json.loads(report_text(name))
 
 
 @cache
