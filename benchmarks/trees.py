@@ -30,10 +30,12 @@ KINDS = (FORWARD, FP8, FP8_END_TO_END, QUANTIZE, BACKWARD)
 WORKER = Path(__file__).with_name("trees_worker.py")
 
 
-def list_cells(kinds: Sequence[str], dtype: str) -> Iterator[dict[str, Any]]:
+def list_cells(
+    kinds: Sequence[str], dtype: str, queries: float = 1.0, seqlens: Sequence[int] = SEQLENS
+) -> Iterator[dict[str, Any]]:
     for kind in kinds:
         for head_dim in HEAD_DIMS:
-            for seqlen in SEQLENS:
+            for seqlen in seqlens:
                 for causal in (False,) if kind == QUANTIZE else (False, True):
                     yield {
                         "kind": kind,
@@ -41,6 +43,7 @@ def list_cells(kinds: Sequence[str], dtype: str) -> Iterator[dict[str, Any]]:
                         "head_dim": head_dim,
                         "seqlen": seqlen,
                         "causal": causal,
+                        "queries": queries,
                     }
 
 
@@ -107,6 +110,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("trees", nargs="*", type=Path, metavar="OLD NEW")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of kernels; all by default")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the inputs")
+    parser.add_argument("--queries", type=float, default=1.0, help="so many times as large as N(0, 1)")
+    parser.add_argument("--seqlens", type=int, nargs="+", default=SEQLENS, help="all by default")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--commits", nargs=2, default=("", ""), help="of both, for the report")
     parser.add_argument("--json", type=Path)
@@ -114,7 +119,7 @@ def main(arguments: list[str]) -> int:
     if len(options.trees) != 2:
         parser.error(f"trees are {len(options.trees)} folders, allowed: two, the old and the new checkout")
     gauge = find_gauge("cuda:0")
-    cells = tuple(list_cells(options.kinds, options.dtype))
+    cells = tuple(list_cells(options.kinds, options.dtype, options.queries, options.seqlens))
     rows = compare(options.trees, cells, options.rounds, gauge)
     for kind in options.kinds:
         ratios = [row["ratio"] for row in rows if row["kind"] == kind]
@@ -131,7 +136,8 @@ def main(arguments: list[str]) -> int:
             "old": options.commits[0],
             "new": options.commits[1],
             "machine": describe_machine("cuda:0", gauge),
-            "method": f"{options.rounds} rounds in turns, bursts of {BURST_S} s, {options.dtype}, inputs N(0, 1)",
+            "method": f"{options.rounds} rounds in turns, bursts of {BURST_S} s, {options.dtype}, inputs N(0, 1), "
+            f"queries times {options.queries:g}",
             "cells": rows,
         }
         write_text(options.json, json.dumps(report, indent=1) + "\n")

@@ -19,7 +19,7 @@ QUANTIZE = "quantize"
 
 
 def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
-    """The call of a cell: kind, dtype, head_dim, seqlen and causal."""
+    """The call of a cell: kind, dtype, head_dim, seqlen, causal, and how many times as large queries are."""
     kind, seqlen, head_dim, causal = (cell[name] for name in ("kind", "seqlen", "head_dim", "causal"))
     shape = TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim
     generator = torch.Generator("cuda").manual_seed(0)
@@ -27,6 +27,7 @@ def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
         torch.randn(shape, device="cuda", dtype=getattr(torch, cell["dtype"]), generator=generator)
         for _ in range(4)
     )
+    q = q * cell["queries"]
     if kind == FORWARD:
         return lambda: flash_attn_func(q, k, v, causal=causal)
     if kind == FP8:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from cute_kernels.key_blocks import BlockRange
 from cute_kernels.seqlen import SeqlenInfo
@@ -15,6 +16,7 @@ from hopper.config import validate_forward_config
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.softmax.half import HalfScoresSoftmax
 from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
+from hopper_attention.quantized import QuantizedQKV
 from hopper_attention.reference import attention_naive
 from tests.hopper import test_lagging_softmax
 from tests.hopper.fp8_errors import COARSE_LSE_ROUNDING, LAGGING_LSE_ROUNDING, score_rounding
@@ -27,6 +29,7 @@ from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs thos
     SCALE,
     TILE,
     check,
+    check_lse,
     dequantized,
     draw,
     quantized,
@@ -231,3 +234,44 @@ def test_a_row_that_sees_one_key_has_its_value() -> None:
     exact, _ = attention_naive(*dequantized(parts), causal=True)
     errors = (out.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
     assert errors[0, 0].max() < 2.0**-9 and errors[0, 1:4].mean() < 0.02
+
+
+BLOCKS = 24
+"""As many as begin with three wary ones."""
+
+
+def over_a_flat_tail(keys: list[int], octaves: float, rows: slice) -> tuple[QuantizedQKV, Tensor]:
+    """Keys whose values are 0, so many octaves above all others for some rows, where other rows like all keys alike;
+    the values of these are about 1. With the exact output."""
+    q, k, v = draw(TILE, BLOCKS * TILE)
+    q[:, rows] *= 0.1
+    q[:, [i for i in range(TILE) if i not in range(TILE)[rows]]] = 0.0
+    q[..., 0], k[..., 0] = 0.0, 0.0
+    q[:, rows, :, 0] = LOUD
+    k[:, keys, :, 0] = octaves / (LOUD * OCTAVES)
+    v = 1.0 + 0.1 * v
+    v[:, keys] = 0.0
+    parts = quantized(q, k, v)
+    return parts, attention_naive(*dequantized(parts))[0]
+
+
+@pytest.mark.parametrize("octaves", [10.0, 11.5, 13.0])
+@pytest.mark.parametrize(
+    ("keys", "lost"),
+    [([BLOCKS * TILE - 5], 3), ([BLOCKS * TILE - 5, BLOCKS * TILE // 2], 5), ([BLOCKS * TILE // 2], 2)],
+)
+@pytest.mark.parametrize("rows", [slice(0, TILE), slice(5, TILE, 16)])
+def test_a_flat_tail_below_keys_that_are_visited_first(
+    keys: list[int], lost: int, octaves: float, rows: slice
+) -> None:
+    """What comes behind such a key in so many blocks may be lost, and no more: a maximum falls again, unless that of
+    another row of the warp rises where it would."""
+    parts, exact = over_a_flat_tail(keys, octaves, rows)
+    out, lse = fp8_forward_on_numpy(config_of(), parts, SCALE, LATE)
+    check_lse(lse, attention_naive(*dequantized(parts))[1], config_of())
+    off = (out.double() - exact).abs()[:, rows] / exact.abs()[:, rows]
+    assert off.max() < lost / BLOCKS + 0.08
+    others = torch.ones(TILE, dtype=torch.bool)
+    others[rows] = False
+    if others.any():
+        assert relative(out[:, others], exact[:, others]) < 0.04

@@ -51,6 +51,15 @@ from hopper.forward.fp8.softmax.stale_maximum import (
     octaves_over,
 )
 
+SMALL_EXPONENT = -6.0
+"""The largest exponent of a row in a block, below which e4m3 has its P in fewer bits."""
+
+LEAST_SHARE = 2.0**-3
+"""If all keys to come were as the largest of a block, their sum would be so much of the row's for them to count."""
+
+FLAT_RISE = 2.0**-7
+"""Of a row whose maximum has risen by that much in a block that was made again, what follows may be a flat tail."""
+
 BLOCKS_A_WARY_BLOCK = 8
 """Where no block is masked a tile begins wary for no more than one in so many."""
 
@@ -173,6 +182,8 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
                 self.take_maximum(acc_S, r)
                 self.store_P(operand, acc_S, r)
                 scale_row(acc_O, r, self.row_scale[r])
+                if cute.arch.vote_any_sync(self.row_scale[r] < Float32(FLAT_RISE)):
+                    self.calm_from[0] = minimum(self.calm_from[0], n_block - 2)
             else:
                 self.row_sum[r] = self.row_sum[r] + self.totals[r]
 
@@ -247,6 +258,31 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         rounding = rounding_of(exp2(top - self.shift[r]))
         total = total + rounding if of_thread == of_row else total
         self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + total
+
+    @cute.jit
+    def _lower_maxima_of_flat_tails(self, n_block: Int32):
+        """In the last block of those in which a warp is wary: measure rows from a lower maximum, as they are from a
+        higher one, where all P of a block are so small that e4m3 loses them, but many such add up to what counts. O and
+        ``row_sum`` are float32, and hold what was larger. What ``finalize`` would count of that is no longer known."""
+        if n_block == self.calm_from[0] + 1:
+            largest = over_lanes(self.largest[0], maximum_of_halves)
+            scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
+            exponents = unpack(multiply_add_halves(largest, scales, offsets), Float16)
+            is_small = cute.arch.fmin(*exponents) < Float32(SMALL_EXPONENT)
+            if cute.arch.vote_any_sync(is_small):
+                self.has_risen[0] = Int32(1)
+                keys = Float32((n_block + 1) * (8 * self.words.shape[1]))
+                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
+                    counts = exp2(exponents[r]) * keys > total * Float32(LEAST_SHARE)
+                    before = self.shift[r]
+                    lower = before - cute.math.floor(Float32(self.wary_exponent) - exponents[r])
+                    is_near = cute.math.absf(Float32(P_EXPONENT) - lower) < Float32(self.farthest)
+                    falls = counts & (exponents[r] < Float32(SMALL_EXPONENT)) & is_near
+                    self._place_shift(r, lower if falls else before)
+                    self._lower_largest(r, -Float32.inf if falls else Float32(0.0))
+                    self.row_scale[r] = exp2(before - self.shift[r])
+                    self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
 
     @cute.jit
     def enter_block(self, slot: Int32):

@@ -11,6 +11,9 @@ maximum in two cases:
 
 Where V's scale changes, and with it the unit of O, O is multiplied like one with a risen maximum; P stays as it is.
 
+Where scores are float16 a maximum may fall, too: far below a single key that a row has met, e4m3 would lose many that
+together count (``HalfScoresSoftmax._lower_maxima_of_flat_tails``).
+
 FlashAttention-4 skips rescaling by a threshold on the maximum; here the maximum itself is skipped.
 
 Where scores are peaky, most blocks need a new maximum, and to find that out from P, and to make P again, takes longer
@@ -112,6 +115,11 @@ class StaleMaximumSoftmax(ExactSoftmax):
             if cute.arch.vote_any_sync(self._may_rise(acc_S)):
                 self.has_risen[0] = Int32(1)
                 self._raise_maxima(acc_S, n_block)
+            else:
+                self._lower_maxima_of_flat_tails(n_block)
+
+    def _lower_maxima_of_flat_tails(self, n_block: Int32):
+        """In a block of a wary warp in which no maximum rises: nothing here."""
 
     @cute.jit
     def change_unit(self):
