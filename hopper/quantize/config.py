@@ -87,8 +87,8 @@ def largest_codes(head_dim: int, scales_rows: bool) -> tuple[float, float]:
 
 
 def keeps_lengths(head_dim: int) -> bool:
-    """Whether rows of K are rounded such that they keep their length. Narrow rows, whose scores many errors do not
-    average out in, lose by larger errors what they gain; wider ones have codes that are too large for the sums."""
+    """Whether rows of K are rounded such that they keep their length. Up to head_dim 64 errors on outliers gain nothing
+    by it; beyond MAX_HEAD_DIM codes are too large for the sums."""
     return 64 < head_dim <= MAX_HEAD_DIM
 
 
@@ -96,10 +96,10 @@ def length_feedback(largest: float) -> float:
     """What x (x - code), summed over the elements x of a row in front, is multiplied with: the share of themselves
     that later elements are to change by.
 
-    A power of two, which is exact. Of rows of normal numbers, whose squares add up to about largest^2 head_dim / 17, it
-    takes 0.7 of what they are off at head_dim 128 and 1.4 at 256, where less is left to come. Twice as much at 128
-    is better by 1 % where a few keys have most of the weight, and worse where rows have outliers, whose rotated
-    elements are alike and rounded alike.
+    A power of two, which is exact. 1 over the sum of squares of the whole row would make up for all that the row is
+    off, if all of it were still to come. The squares of normal numbers add up to about largest^2 head_dim / 17; so this
+    is 0.7 times that at head_dim 128, and 1.4 times at 256. Twice as much at 128 has 1 % less error where a few keys
+    have most of the weight, and 0.6 % more on outliers, whose rotated rows have elements that are rounded alike.
     """
     return float(2.0 ** round(math.log2(FEEDBACK_OF_LENGTH / largest**2)))
 

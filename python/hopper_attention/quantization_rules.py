@@ -185,8 +185,8 @@ def round_rows(x: torch.Tensor, largest: float) -> torch.Tensor:
     that like it best, which point the way that it does. A key has no scale that could be fitted (:func:`fit_of_rows`).
     So each element is changed by a share of itself before it is rounded: ``length_feedback`` times the sum of
     x (x - c) over the elements in front, but no more than MOST_OF_ELEMENT. So <x, c> comes out nearer to <x, x>, and
-    single errors grow by about a percent. Even and odd columns of four chunks have a sum each, which take in those of
-    the others behind each 32 columns. A row with NaN or infinity has its other codes off by up to that share.
+    single errors grow by less than a percent. Even and odd columns of four chunks have a sum each, which take in those
+    of the others behind each 32 columns. A row with NaN or infinity has its other codes off by up to that share.
 
     All in float16, whose numbers have the digits that decide how e4m3 rounds.
     """

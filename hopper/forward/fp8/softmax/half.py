@@ -55,10 +55,10 @@ SMALL_EXPONENT = -6.0
 """The largest exponent of a row in a block, below which e4m3 has its P in fewer bits."""
 
 LEAST_SHARE = 2.0**-3
-"""If all keys to come were as the largest of a block, their sum would be so much of the row's for them to count."""
+"""Keys to come count if, were each as large as the largest of a block, they would add up to so much of the row."""
 
 FLAT_RISE = 2.0**-7
-"""Of a row whose maximum has risen by that much in a block that was made again, what follows may be a flat tail."""
+"""A block that was made again and had what came before multiplied by less than this may have a flat tail behind it."""
 
 BLOCKS_A_WARY_BLOCK = 8
 """Where no block is masked a tile begins wary for no more than one in so many."""
@@ -263,7 +263,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     def _lower_maxima_of_flat_tails(self, n_block: Int32):
         """In the last block of those in which a warp is wary: measure rows from a lower maximum, as they are from a
         higher one, where all P of a block are so small that e4m3 loses them, but many such add up to what counts. O and
-        ``row_sum`` are float32, and hold what was larger. What ``finalize`` would count of that is no longer known."""
+        ``row_sum`` are float32, and hold what was larger. What ``_count_largest`` has kept is dropped."""
         if n_block == self.calm_from[0] + 1:
             largest = over_lanes(self.largest[0], maximum_of_halves)
             scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
