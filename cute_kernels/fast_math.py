@@ -48,6 +48,13 @@ def maximum_of_halves(a: Int32, b: Int32) -> Int32:
     )
 
 
+def minimum_of_halves(a: Int32, b: Int32) -> Int32:
+    """``minimum_or_nan`` of two pairs of float16 in words."""
+    return cute.arch.inline_ptx(
+        "min.NaN.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b]
+    )
+
+
 def multiply_add_halves(a: Int32, b: Int32, c: Int32) -> Int32:
     """a b + c of pairs of float16 in words, rounded once."""
     return cute.arch.inline_ptx(

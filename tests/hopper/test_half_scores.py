@@ -236,8 +236,8 @@ def test_a_row_that_sees_one_key_has_its_value() -> None:
     assert errors[0, 0].max() < 2.0**-9 and errors[0, 1:4].mean() < 0.02
 
 
-BLOCKS = 24
-"""As many as begin with three wary ones."""
+BLOCKS = 32
+"""As many as look for flat tails at their beginning."""
 
 
 def over_a_flat_tail(keys: list[int], octaves: float, rows: slice) -> tuple[QuantizedQKV, Tensor]:
@@ -255,22 +255,24 @@ def over_a_flat_tail(keys: list[int], octaves: float, rows: slice) -> tuple[Quan
     return parts, attention_naive(*dequantized(parts))[0]
 
 
-@pytest.mark.parametrize("octaves", [10.0, 11.5, 13.0])
 @pytest.mark.parametrize(
-    ("keys", "lost"),
-    [([BLOCKS * TILE - 5], 3), ([BLOCKS * TILE - 5, BLOCKS * TILE // 2], 5), ([BLOCKS * TILE // 2], 2)],
+    ("keys", "octaves"),
+    [
+        *(([BLOCKS * TILE - 5], octaves) for octaves in (10.0, 11.5, 13.0)),
+        *(([BLOCKS * TILE - 5, BLOCKS * TILE // 2], octaves) for octaves in (10.0, 11.5, 13.0)),
+        *(([BLOCKS * TILE // 2], octaves) for octaves in (10.0, 11.5, 13.0)),
+        ([3], 16.0),
+    ],
 )
 @pytest.mark.parametrize("rows", [slice(0, TILE), slice(5, TILE, 16)])
-def test_a_flat_tail_below_keys_that_are_visited_first(
-    keys: list[int], lost: int, octaves: float, rows: slice
-) -> None:
-    """What comes behind such a key in so many blocks may be lost, and no more: a maximum falls again, unless that of
-    another row of the warp rises where it would."""
+def test_a_flat_tail_below_single_keys(keys: list[int], octaves: float, rows: slice) -> None:
+    """Less is lost than the keys of one block: where such a key is visited first its P is large enough for others to
+    have one, behind it a maximum falls again, and where it comes last its P is as large as any may be."""
     parts, exact = over_a_flat_tail(keys, octaves, rows)
     out, lse = fp8_forward_on_numpy(config_of(), parts, SCALE, LATE)
     check_lse(lse, attention_naive(*dequantized(parts))[1], config_of())
     off = (out.double() - exact).abs()[:, rows] / exact.abs()[:, rows]
-    assert off.max() < lost / BLOCKS + 0.08
+    assert off.max() < 0.75 / BLOCKS
     others = torch.ones(TILE, dtype=torch.bool)
     others[rows] = False
     if others.any():

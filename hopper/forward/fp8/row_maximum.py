@@ -4,7 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.fast_math import as_float, largest_bits, maximum_or_nan, reduce_by_threes
+from cute_kernels.fast_math import (
+    as_float,
+    largest_bits,
+    maximum_of_halves,
+    maximum_or_nan,
+    minimum_of_halves,
+    reduce_by_threes,
+)
 from cute_kernels.fragments import LANES_PER_ROW, as_rows
 
 
@@ -69,6 +76,15 @@ def larger_as_integers(a: Int32, b: Int32) -> Int32:
 def _bits_of_row(acc_S: cute.Tensor, r: int, dtype: type[cutlass.Numeric]) -> list:
     rows = as_rows(cute.recast_tensor(acc_S, Int32))
     return [dtype(rows[r, i]) for i in range(cute.size(rows, mode=[1]))]
+
+
+def ordered_over_lanes(of_lane: Int32) -> tuple[Int32, Int32, Int32]:
+    """The largest, the second and the least of what the four lanes of a row have, of pairs of float16."""
+    other = cute.arch.shuffle_sync_bfly(of_lane, offset=LANES_PER_ROW >> 1)
+    upper, lower = maximum_of_halves(of_lane, other), minimum_of_halves(of_lane, other)
+    others = [cute.arch.shuffle_sync_bfly(x, offset=LANES_PER_ROW >> 2) for x in (upper, lower)]
+    second = maximum_of_halves(minimum_of_halves(upper, others[0]), maximum_of_halves(lower, others[1]))
+    return maximum_of_halves(upper, others[0]), second, minimum_of_halves(lower, others[1])
 
 
 def over_lanes(x, operation):

@@ -40,7 +40,7 @@ from hopper.forward.fp8.exp2 import (
 )
 from hopper.forward.fp8.lowered_queries import LoweredQueries
 from hopper.forward.fp8.operand_a import store_words_as_operand_a_e4m3
-from hopper.forward.fp8.row_maximum import larger_as_integers, over_lanes
+from hopper.forward.fp8.row_maximum import larger_as_integers, ordered_over_lanes, over_lanes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
 from hopper.forward.fp8.softmax.stale_maximum import (
     FAR_RISE,
@@ -54,8 +54,18 @@ from hopper.forward.fp8.softmax.stale_maximum import (
 SMALL_EXPONENT = -6.0
 """The largest exponent of a row in a block, below which e4m3 has its P in fewer bits."""
 
-LEAST_SHARE = 2.0**-3
+LITTLE = 2.0**-7
+"""Octaves by which the largest P of a row is aimed above a power of two."""
+
+LEAST_SHARE = 2.0**-5
 """Keys to come count if, were each as large as the largest of a block, they would add up to so much of the row."""
+
+FLAT_OCTAVES = 6.0
+"""The largest score of a tile's first block lies over a flat tail if it is so many octaves above those of three lanes,
+and twice as many more as these lie apart."""
+
+LONG = 24
+"""Blocks of a tile that has time to look for flat tails at its beginning."""
 
 FLAT_RISE = 2.0**-7
 """A block that was made again and had what came before multiplied by less than this may have a flat tail behind it."""
@@ -179,7 +189,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         self._note_new_maximum(n_block)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             if cute.arch.vote_any_sync(self._needs_maximum(r)):
-                self.take_maximum(acc_S, r)
+                self.take_maximum(acc_S, r, n_block > 0)
                 self.store_P(operand, acc_S, r)
                 scale_row(acc_O, r, self.row_scale[r])
                 if cute.arch.vote_any_sync(self.row_scale[r] < Float32(FLAT_RISE)):
@@ -192,19 +202,27 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         """The largest P of a row whose maximum rises is aimed a little above 2^``wary_exponent``: the offset is
         rounded, and chords take a step of 2.5 % just below a power of two, which e4m3 rounds away and the sum of the
         row does not."""
-        return self.wary_exponent + 2.0**-7
+        return self.wary_exponent + LITTLE
 
     @cute.jit
     def take_first_maxima(self, operand: cute.Tensor, acc_S: cute.Tensor):
         """P of a tile's first block, both rows by their maxima: made in float16 as in other blocks, the largest P of a
         row a little above 2^3. ``row_sum`` counts all of them as e4m3 rounds them: so a row that sees one key has its
         value, and few keys are off by what their P differ in alone. Where a row's P is lost, or a thread's sum of it
-        448 or more, ``take_maximum`` makes them again."""
-        of_row = over_lanes(self._find_largest(acc_S), maximum_of_halves)
-        top = unpack(of_row, Float16)
+        448 or more, ``take_maximum`` makes them again. Where in a long tile a single key lies over a flat tail its P is
+        2^8: e4m3 keeps more of the tail then, and what needs headroom comes of keys that are alike."""
+        of_thread = self._find_largest(acc_S)
+        top = unpack(over_lanes(of_thread, maximum_of_halves), Float16)
         scaled = [multiply_rounded(top[r], self.scale[r]) for r in range(ROWS_PER_THREAD)]
+        headroom = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
+        headroom.fill(P_EXPONENT - self.risen_exponent)
+        if self.settled_from[0] >= LONG:
+            apart = unpack(_octaves_of_flat(*ordered_over_lanes(of_thread)), Float16)
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                is_flat = apart[r] * self.scale[r] > Float32(FLAT_OCTAVES)
+                headroom[r] = Float32(-LITTLE) if is_flat else headroom[r]
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            wanted = scaled[r] + Float32(P_EXPONENT - self.risen_exponent)
+            wanted = scaled[r] + headroom[r]
             self._place_shift(r, wanted if scaled[r] > -Float32.inf else self.shift[r])
         self._measure_first(acc_S, top, scaled)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -218,7 +236,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         ]
         if cute.arch.vote_any_sync(is_lost[0] or is_lost[1]):
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                self.take_maximum(acc_S, r)
+                self.take_maximum(acc_S, r, Boolean(True))
         else:
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 self.row_sum[r] = self.totals[r]
@@ -226,13 +244,13 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
             self.store_P(operand, acc_S, r)
 
     @cute.jit
-    def take_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
+    def take_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], has_more: Boolean):
         """P of row ``r`` by its maximum, and ``row_scale`` for what is older.
 
-        The largest P is a power of two, at most 2^8, but for the rounding of ``offset``, and the sums of the row's
-        threads are about 2^6 at most if that leaves it at 2^3. Where it would be below 2^3 nothing is raised: other
-        rows need this, perhaps in every block. ``row_sum`` counts that P as e4m3 rounds it: one that outweighs all
-        others would be wrong by the difference.
+        The largest P is a power of two, at most 2^8, but for the rounding of ``offset``. Where the row ``has_more``
+        keys to come, the sums of its threads are about 2^6 at most if that leaves it at 2^3. Where it would be below
+        2^3 nothing is raised: other rows need this, perhaps in every block. ``row_sum`` counts that P as e4m3 rounds
+        it: one that outweighs all others would be wrong by the difference.
         """
         before = self.shift[r]
         of_thread = self._largest_score(acc_S, r)
@@ -246,7 +264,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         self._exponentials_in_float32(acc_S, r)
         total = self._sum_of_words(r)
         about = max_over_lanes(total, LANES_PER_ROW) * Float32(ALMOST_ONE)
-        octaves = octaves_over(about, exp2(top - self.shift[r]))
+        octaves = octaves_over(about, exp2(top - self.shift[r])) if has_more else Float32(0.0)
         lower = self.shift[r]
         self._place_shift(r, lower + octaves)
         self._lower_largest(r, -Float32.inf if exponent > kept else -octaves)
@@ -261,12 +279,13 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     @cute.jit
     def _lower_maxima_of_flat_tails(self, n_block: Int32):
-        """In the last block of those in which a warp is wary: measure rows from a lower maximum, as they are from a
-        higher one, where all P of a block are so small that e4m3 loses them, but many such add up to what counts. O and
-        ``row_sum`` are float32, and hold what was larger. What ``_count_largest`` has kept is dropped."""
-        if n_block == self.calm_from[0] + 1:
+        """In the first blocks of a long tile, and in the last one in which a warp is wary: measure rows from a lower
+        maximum, as they are from a higher one, where all P of a block are so small that e4m3 loses them, but many such
+        add up to what counts. O and ``row_sum`` are float32, and hold what was larger. What ``_count_largest`` has kept
+        is dropped."""
+        if (n_block >= maximum(self.settled_from[0], LONG) - 1) | (n_block == self.calm_from[0] + 1):
             largest = over_lanes(self.largest[0], maximum_of_halves)
-            scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
+            scales, offsets = self._words_of_rows()
             exponents = unpack(multiply_add_halves(largest, scales, offsets), Float16)
             is_small = cute.arch.fmin(*exponents) < Float32(SMALL_EXPONENT)
             if cute.arch.vote_any_sync(is_small):
@@ -284,6 +303,10 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
                     self.row_scale[r] = exp2(before - self.shift[r])
                     self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
 
+    def _words_of_rows(self) -> list[Int32]:
+        """Scales and offsets, those of both rows in a word each."""
+        return [permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset)]
+
     @cute.jit
     def enter_block(self, slot: Int32):
         StaleMaximumSoftmax.enter_block(self, slot)
@@ -297,8 +320,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     def _may_rise(self, acc_S: cute.Tensor) -> Boolean:
         """Whether a score of the thread is above a row's limit, or NaN. Leaves ``largest`` of the thread."""
         self.largest[0] = self._find_largest(acc_S)
-        scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
-        exponents = multiply_add_halves(self.largest[0], scales, offsets)
+        exponents = multiply_add_halves(self.largest[0], *self._words_of_rows())
         return _is_any_above(exponents, pair_of(self.wary_exponent + NEARLY))
 
     def _find_largest(self, acc_S: cute.Tensor) -> Int32:
@@ -315,7 +337,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         """In float16, both rows in a word, unless an offset goes too far for that: the new one is the old one less what
         the largest exponent is above ``risen_exponent``, or the nearest that is exact (``_place_shift``)."""
         largest = over_lanes(self.largest[0], maximum_of_halves)
-        scales, offsets = (permute_bytes(x[0], x[1], LOWER_HALVES) for x in (self.scales, self.offset))
+        scales, offsets = self._words_of_rows()
         exponents = multiply_add_halves(largest, scales, offsets)
         rise = positive_difference_of_halves(exponents, Int32(pair_of(self.risen_exponent)))
         lowered = subtract_halves(offsets, rise)
@@ -405,7 +427,7 @@ class HalfScoresOfAnyCodes(HalfScoresSoftmax):
     def take_first_maxima(self, operand: cute.Tensor, acc_S: cute.Tensor):
         """P of a tile's first block, both rows by their maxima."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.take_maximum(acc_S, r)
+            self.take_maximum(acc_S, r, Boolean(True))
             self.store_P(operand, acc_S, r)
 
 
@@ -413,6 +435,13 @@ def rounding_of(x: Float32) -> Float32:
     """What e4m3 adds to a number that float16 has rounded."""
     pair = pack(x, x, Float16)
     return unpack(round_to_e4m3(pair), Float16)[0] - unpack(pair, Float16)[0]
+
+
+def _octaves_of_flat(largest: Int32, second: Int32, least: Int32) -> Int32:
+    """By how much more the largest score of pairs is above the second than twice what this is above the least; -inf or
+    NaN where a lane has no key. Scores, which their scale makes octaves of."""
+    spread = subtract_halves(second, least)
+    return subtract_halves(subtract_halves(subtract_halves(largest, second), spread), spread)
 
 
 def _is_any_above(pair: Int32, limits: int) -> Boolean:
