@@ -39,7 +39,11 @@ from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from hopper.backward.config import shipped_backward_kernels
 from hopper.compile import COMPILERS, module_of
-from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
+from hopper.forward.fp8.tilings import (
+    shipped_exact_lse_configs,
+    shipped_fp8_forward_configs,
+    shipped_long_fp8_forward_configs,
+)
 from hopper.forward.tilings import shipped_forward_configs, shipped_plain_configs
 from hopper.inspection import DIGEST_LETTERS, ResourceUsage, resource_usage
 from hopper.mean.config import shipped_value_mean_configs
@@ -83,6 +87,7 @@ def every_shipped_kernel() -> tuple[Any, ...]:
         *shipped_forward_configs(),
         *shipped_plain_configs(),
         *shipped_fp8_forward_configs(),
+        *shipped_long_fp8_forward_configs(),
         *shipped_fp8_forward_configs(two_level=True),
         *shipped_exact_lse_configs(),
         *shipped_quantize_configs(),

@@ -20,7 +20,7 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.fp8.kernel import Fp8ForwardKernel, GeneralFp8ForwardKernel
+from hopper.forward.fp8.kernel import Fp8ForwardKernel, GeneralFp8ForwardKernel, LongFp8ForwardKernel
 from hopper.forward.kernel import ForwardKernel, GeneralForwardKernel
 from hopper.forward.parts import KernelParts
 
@@ -94,8 +94,9 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
     ``compile_forward``.
 
-    Unless the config ``is_plain``, window_left, window_right, attention_chunk, plan and sequences stand before
-    num_ctas, as for ``compile_forward``. With the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d),
+    With ``run_blocks`` sums, int32 (num_ctas * partial_words of the config,) and 16-byte aligned, stand before
+    num_ctas. Unless the config ``is_plain``, window_left, window_right, attention_chunk, plan and sequences do, as for
+    ``compile_forward``. With the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d),
     vt (hk, dv, keys) with whole steps of 32 keys for each sequence, or with ``v_rows`` (total_k, hk, dv), and lse (h,
     total_q or 0); sizes of the batch are those of ``BlockScales``.
     """
@@ -107,6 +108,9 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
         Int32(0),
         Float32(0.0),
     )
+    if c.run_blocks:
+        sums = strided(Int32, (cute.sym_int(),), 4)
+        return compile_for_torch(LongFp8ForwardKernel(c), *plain, sums, Int32(0), options=options)
     if c.is_plain:
         return compile_for_torch(Fp8ForwardKernel(c), *plain, Int32(0), options=options)
     return compile_for_torch(

@@ -74,14 +74,15 @@ class Roles(NamedTuple):
 
 
 class ConsumerParts(NamedTuple):
-    """What a consumer is made from: the operands and their pipelines, the softmax, the loads that consumers issue, and
-    what is added to O."""
+    """What a consumer is made from: the operands and their pipelines, the softmax, the loads that consumers issue, what
+    is added to O, and the extras of ``Roles``."""
 
     operands: PerOperand
     pipes: Pipelines
     softmax: OnlineSoftmax
     loads: NoConsumerLoads
     correction: NoCorrection
+    extras: tuple
     few: tuple[TmaOperand, ...] = ()
 
 
@@ -359,7 +360,8 @@ class ForwardKernel:
         precision = self.parts.precision
         softmax = precision.make_softmax(roles.scale_log2, roles.extras, roles.storage)
         correction = precision.make_correction(roles.extras, roles.storage)
-        return ConsumerParts(roles.operands, roles.pipes, softmax, NoConsumerLoads(), correction, roles.few)
+        loads = NoConsumerLoads()
+        return ConsumerParts(roles.operands, roles.pipes, softmax, loads, correction, roles.extras, roles.few)
 
     @cute.jit
     def _consume(self, work: Work, parts: ConsumerParts, results: tuple, warp: Int32):
@@ -422,7 +424,8 @@ class ForwardKernel:
         tSrK = mmas.qk.make_fragment_B(mmas.qk.get_slice(0).partition_B(parts.operands.k.smem))
         queries = self._queries(mmas, parts.operands.q.smem[None, None, wg], thread)
         fragments = queries, keep_descriptor(tSrK), *self._few_fragments(mmas, parts.few)
-        output = precision.make_output(mmas, self._pv_mma, parts.operands.v.smem, parts.softmax)
+        of_output = self._pv_mma, parts.operands.v.smem, parts.softmax, parts.extras
+        output = precision.make_output(mmas, *of_output)
         return precision.consumer_type(
             self.config, mmas, fragments, parts.pipes, parts.softmax, output, parts.loads, wg
         )

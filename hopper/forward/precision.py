@@ -46,7 +46,9 @@ class SixteenBits(LoopInvariant):
             )
         return (ComparingSoftmax if c.compares_bits else OnlineSoftmax)(*late, scale_log2)
 
-    def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
+    def make_output(
+        self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax, extras: tuple
+    ) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""
         parts = self.config, mmas, sV, softmax
         if self.config.ends_in_halves:

@@ -143,7 +143,11 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
     from cute_kernels.ampere.config import shipped_ampere_forward_configs
     from cute_kernels.launches.config import LaunchesConfig
     from hopper.backward.config import shipped_backward_kernels
-    from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
+    from hopper.forward.fp8.tilings import (
+        shipped_exact_lse_configs,
+        shipped_fp8_forward_configs,
+        shipped_long_fp8_forward_configs,
+    )
     from hopper.forward.tilings import shipped_forward_configs, shipped_plain_configs
     from hopper.mean.config import shipped_value_mean_configs
     from hopper.quantize.config import shipped_quantize_configs
@@ -157,6 +161,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
         *shipped_forward_configs(),
         *shipped_plain_configs(),
         *shipped_fp8_forward_configs(),
+        *shipped_long_fp8_forward_configs(),
         *shipped_fp8_forward_configs(two_level=True),
         *shipped_exact_lse_configs(),
         *shipped_quantize_configs(),

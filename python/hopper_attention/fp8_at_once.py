@@ -218,7 +218,7 @@ def find_at_once(
     )
     strides_8 = (new_layout(shape)[1] for shape in shapes[:2])
     attention = find_fp8_launch(problem, *strides_8, q.device, backend)
-    if not isinstance(attention, Fp8HopperLauncher):
+    if not isinstance(attention, Fp8HopperLauncher) or attention.partial_words:
         return None
     rows = shape.batch, shape.heads, shape.seqlen_q
     out = Piece((shape.batch, shape.seqlen_q, shape.heads, shape.head_dim_v), q.dtype)

@@ -10,7 +10,7 @@ import torch
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import check_problem_size
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
+from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v, with_runs
 from hopper_attention import checks
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
@@ -232,7 +232,8 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     flags = p.transposes, p.two_level, p.half_scores, p.has_window
     options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse
     dtype = DTYPE_NAMES[p.out_dtype]
-    return select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
+    config = select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
+    return with_runs(config, p.longest_k)
 
 
 def describe_lse(config: Any) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ def length_bounds() -> tuple[int, ...]:
     plain = [row for rows in tilings.PLAIN_TILINGS.values() for row in rows]
     rows += [row.tiling for row in plain]
     bounds = {row.max_seqlen_k for row in rows} | {row.above for row in plain if row.above}
-    return tuple(sorted(bounds | {ANY_LENGTH}))
+    return tuple(sorted(bounds | {fp8_tilings.RUNLESS_KEYS, ANY_LENGTH}))
 
 
 def longest_alike(seqlen_k: int) -> int:

@@ -343,6 +343,9 @@ def fp8_forward_on_numpy(
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     (arguments.divisors if c.has_short_beginnings else arguments.add)(min(q.block, ALL_ROWS))
     arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
+    if c.run_blocks:
+        # Nobody may read what was there before.
+        arguments.tensor(torch.full((c.partial_words,), -1, dtype=torch.int32), (c.partial_words,), ())
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
     asked = (q.data, k.data, v.row_major().data) if c.asks_early else ()

@@ -13,6 +13,7 @@ from hopper.forward.fp8.tilings import (
     select_fp8_forward_config,
     shipped_exact_lse_configs,
     shipped_fp8_forward_configs,
+    shipped_long_fp8_forward_configs,
 )
 from hopper.forward.kernel import ForwardKernel
 from hopper.forward.tilings import (
@@ -31,6 +32,7 @@ SHIPPED = (
     *shipped_forward_configs(),
     *shipped_plain_configs(),
     *shipped_fp8_forward_configs(),
+    *shipped_long_fp8_forward_configs(),
     *shipped_fp8_forward_configs(two_level=True),
     *shipped_exact_lse_configs(),
 )

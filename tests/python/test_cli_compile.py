@@ -20,7 +20,11 @@ from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from cute_kernels.launches.config import LaunchesConfig
 from hopper.backward.config import shipped_backward_kernels
-from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
+from hopper.forward.fp8.tilings import (
+    shipped_exact_lse_configs,
+    shipped_fp8_forward_configs,
+    shipped_long_fp8_forward_configs,
+)
 from hopper.forward.tilings import shipped_forward_configs, shipped_plain_configs
 from hopper.mean.config import shipped_value_mean_configs
 from hopper.quantize.config import shipped_quantize_configs
@@ -40,7 +44,8 @@ def call(*arguments: object) -> Result:
 
 
 def hopper_kernels() -> tuple[Any, ...]:
-    fp8 = (*shipped_fp8_forward_configs(), *shipped_fp8_forward_configs(two_level=True))
+    fp8 = shipped_fp8_forward_configs() + shipped_long_fp8_forward_configs()
+    fp8 += shipped_fp8_forward_configs(two_level=True)
     operands = *shipped_quantize_configs(), *shipped_value_mean_configs(), *shipped_transpose_configs()
     operands += (WidenConfig(),)
     fp8 += shipped_exact_lse_configs()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cute_kernels.problem import DENSE, SCORE_FEATURES
-from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig
 
 FP8_DTYPE = "float8_e4m3fn"
 WIDE_CODES_DTYPE = "float16"
@@ -64,7 +64,9 @@ class Fp8ForwardConfig(ForwardConfig):
     keys). With ``two_level`` the P V of a key block has an accumulator of its own and is added to O in float32, of
     whose bits FP8 WGMMA keeps only a part in its sums. With ``wide_codes`` Q and K come as 16 bits, which have every
     number of e4m3, so that Q K^T is added up in float32 as well. With ``lowers_queries`` rows of Q are multiplied by
-    powers of two first, so that scores in float16 serve any codes (``hopper.forward.fp8.lowered_queries``).
+    powers of two first, so that scores in float16 serve any codes (``hopper.forward.fp8.lowered_queries``). With
+    ``run_blocks`` O goes to a sum in global memory behind so many blocks, 0 for never
+    (``hopper.forward.fp8.partial_sums``).
     """
 
     output: str = "bfloat16"
@@ -74,6 +76,15 @@ class Fp8ForwardConfig(ForwardConfig):
     two_level: bool = False
     wide_codes: bool = False
     lowers_queries: bool = False
+    run_blocks: int = 0
+
+    @property
+    def partial_words(self) -> int:
+        """Of 32 bits, that a CTA needs for its partial sums: O in 16 bits, and for each thread four words that say what
+        O is measured from."""
+        if not self.run_blocks:
+            return 0
+        return self.consumers * (WARPGROUP_ROWS * self.head_dim_v // 2 + 4 * WARPGROUP_THREADS)
 
     @property
     def pv_columns(self) -> int:
@@ -113,6 +124,7 @@ class Fp8ForwardConfig(ForwardConfig):
         parts += ["twolevel"] if self.two_level else []
         parts += ["wide"] if self.wide_codes else []
         parts += ["lowers"] if self.lowers_queries else []
+        parts += [f"runs{self.run_blocks}"] if self.run_blocks else []
         return "_".join([super().name, *parts])
 
     @property
@@ -204,6 +216,8 @@ class Fp8ForwardConfig(ForwardConfig):
             _validate_stale_maximum(self)
         if self.lowers_queries and self.softmax is not Softmax.HALF_SCORES:
             raise ValueError(f"lowers_queries is True, allowed with softmax {self.softmax.value!r}: False")
+        if self.run_blocks:
+            _validate_runs(self)
 
 
 def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
@@ -217,6 +231,15 @@ def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
     if config.polynomial_pairs == 8:
         # Only MUFU's exponentials tell what float16, which the others are, does not hold: a P, or the scale.
         raise ValueError(f"polynomial_pairs is 8, allowed with {softmax}: 0 to 7")
+
+
+def _validate_runs(config: Fp8ForwardConfig) -> None:
+    """Of dense problems without a window alone: others have no memory for sums."""
+    is_half = config.softmax is Softmax.HALF_SCORES
+    if config.run_blocks < 0 or not (is_half and config.is_plain) or config.v_rows or config.lowers_queries:
+        raise ValueError(
+            f"run_blocks is {config.run_blocks}, allowed: 0, or more with softmax 'half', V transposed and nothing else"
+        )
 
 
 def _validate_wide_codes(config: Fp8ForwardConfig) -> None:

@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.fast_math import pin
+from cute_kernels.integers import maximum
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.score_tile import ScoreTile
 from hopper.forward.consumer import Consumer
@@ -132,6 +133,24 @@ class HalfScoresConsumer(LaggingConsumer):
 
     Only the first block of a tile takes a maximum whatever its P is.
     """
+
+    @cute.jit
+    def _unmasked_blocks(
+        self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
+    ) -> PipelineState:
+        """In runs of so many blocks; what is left over comes last."""
+        if const_expr(self.config.run_blocks == 0):
+            return LaggingConsumer._unmasked_blocks(self, scores, blocks, n_block, v_state)
+        runs = Int32(0)
+        while n_block >= blocks.begin:
+            first = maximum(blocks.begin, n_block + 1 - self.config.run_blocks)
+            n_block, v_state = self._blocks_down_to(scores, first, n_block, v_state)
+            if n_block >= blocks.begin:
+                self.output.end_run(runs > 0)
+                runs = runs + 1
+        if runs > 0:
+            self.output.join_runs()
+        return v_state
 
     def _queries_have_come(self):
         self.softmax.lower_queries()

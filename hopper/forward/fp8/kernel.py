@@ -64,6 +64,36 @@ class Fp8ForwardKernel(ForwardKernel):
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
 
 
+class LongFp8ForwardKernel(Fp8ForwardKernel):
+    """``Fp8ForwardKernel`` with ``run_blocks``."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        o_scale: cute.Tensor,
+        mean_v: cute.Tensor,
+        block_q: Int32,
+        block_k: Int32,
+        softmax_scale: Float32,
+        sums: cute.Tensor,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch; ``sums`` are int32, ``partial_words`` of the config for each CTA."""
+        extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k, (sums,))
+        tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras)
+        self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
+
+
 class GeneralFp8ForwardKernel(Fp8ForwardKernel):
     """``Fp8ForwardKernel`` with whatever its config asks for beside a causal mask."""
 

@@ -15,6 +15,7 @@ from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.consumers import HalfScoresConsumer, LaggingConsumer
 from hopper.forward.fp8.lowered_queries import LoweredQueries
 from hopper.forward.fp8.mean_v import MeanOfV
+from hopper.forward.fp8.partial_sums import PartialSumsOutput
 from hopper.forward.fp8.scales import SLOT_FLOATS, SLOTS_PER_STAGE, BlockScales, ScalePublisher
 from hopper.forward.fp8.softmax.eager import EagerSoftmax
 from hopper.forward.fp8.softmax.exact import ExactSoftmax
@@ -55,7 +56,8 @@ class BlockScaled(SixteenBits):
     @property
     def recomputes_addresses(self) -> bool:
         c = self.config
-        takes_registers = c.softmax is Softmax.LAGGING or (c.softmax is Softmax.HALF_SCORES and c.v_rows)
+        is_half = c.softmax is Softmax.HALF_SCORES
+        takes_registers = c.softmax is Softmax.LAGGING or (is_half and (c.v_rows or c.run_blocks > 0))
         takes_registers = takes_registers or (c.wide_codes and c.layout == VARLEN)
         return takes_registers and c.head_dim_v > COLUMNS_WITH_REGISTERS_TO_SPARE
 
@@ -72,9 +74,13 @@ class BlockScaled(SixteenBits):
             return LaggingSoftmax(*common, self._warp_scores(storage))
         return (EagerSoftmax if c.softmax is Softmax.EAGER else ExactSoftmax)(*common)
 
-    def make_output(self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax) -> Output:
+    def make_output(
+        self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax, extras: tuple
+    ) -> Output:
+        for sums in BlockScales(*extras).sums:
+            return PartialSumsOutput(self._first_consumer, sums, self.config, mmas, sV, softmax)
         if not self.config.two_level:
-            return super().make_output(mmas, part_mma, sV, softmax)
+            return super().make_output(mmas, part_mma, sV, softmax, extras)
         return TwoLevelOutput(self.config, mmas, part_mma(self.config.pv_columns), sV, softmax)
 
     def make_scales(self, scale_log2: Float32, extras: tuple, storage: Any) -> ScalePublisher:

@@ -43,7 +43,7 @@ class BlockScales(NamedTuple):
     ``mean_v`` (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) for none, is added then.
 
     Of packed sequences batch is 1 in the first three (``blocks_of_sequence``), and one more than the caller's in the
-    others, since rows of no sequence stand behind the last.
+    others, since rows of no sequence stand behind the last. ``sums`` has the memory of ``PartialSumsOutput``, or none.
     """
 
     q: cute.Tensor
@@ -53,6 +53,7 @@ class BlockScales(NamedTuple):
     mean_v: cute.Tensor
     block_q: Int32 | cute.FastDivmodDivisorV2
     block_k: Int32
+    sums: tuple[cute.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

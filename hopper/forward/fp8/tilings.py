@@ -15,7 +15,7 @@ from hopper.config import (
     WARPGROUP_ROWS,
 )
 from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
-from hopper.forward.tilings import PACKED_SEQLEN, Tiling, tiling
+from hopper.forward.tilings import ANY_LENGTH, PACKED_SEQLEN, Tiling, tiling
 
 exact = partial(tiling, late_rescale=True)
 eager = partial(exact, softmax=Softmax.EAGER, ping_pong=False)
@@ -138,6 +138,10 @@ few keys may all be rounded up. Elsewhere one tiling serves both."""
 
 LARGEST_HALF = 65504.0
 """Of float16."""
+
+RUN_KEYS = 8192
+RUNLESS_KEYS = 2 * RUN_KEYS
+"""Keys of a run (``run_blocks``), at most, and of a problem without runs."""
 
 NARROW_KEYS = 64
 """Keys of a tile that is slower than wider ones, but divides most blocks."""
@@ -298,9 +302,24 @@ def select_fp8_forward_config(
     return replace(config, window=window, layout=layout, chunk=chunk, lowers_queries=lowers)
 
 
+def with_runs(config: Fp8ForwardConfig, seqlen_k: int) -> Fp8ForwardConfig:
+    """``config``, with runs where there are so many keys that a single sum of P V loses too much: of dense problems
+    without a window, on what our quantizer made."""
+    is_half = config.softmax is Softmax.HALF_SCORES and config.is_plain
+    if seqlen_k <= RUNLESS_KEYS or not is_half or config.v_rows or config.lowers_queries:
+        return config
+    return replace(config, run_blocks=RUN_KEYS // config.tile_n)
+
+
 def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
     """Whether rows whose elements are no larger than these have products of at most ``LARGEST_HALF``."""
     return largest_q * largest_k * head_dim <= LARGEST_HALF
+
+
+def shipped_long_fp8_forward_configs() -> tuple[Fp8ForwardConfig, ...]:
+    """Every config with runs that ``with_runs`` can return."""
+    shipped = (with_runs(config, ANY_LENGTH) for config in shipped_fp8_forward_configs())
+    return tuple(dict.fromkeys(config for config in shipped if config.run_blocks))
 
 
 def _fp8_tilings(

@@ -120,7 +120,8 @@ class Fp8HopperLauncher(Launcher):
 
     ``repairs`` is empty, or what q and k each need before the kernel can address them. ``block_k`` are the keys that
     share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows, ``has_window`` that it takes the
-    sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them.
+    sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them. ``partial_words`` are those of its
+    config.
     """
 
     kernel: Kernel
@@ -132,6 +133,7 @@ class Fp8HopperLauncher(Launcher):
     transposes: bool
     has_window: bool = False
     widens: bool = False
+    partial_words: int = 0
 
     def __call__(
         self,
@@ -176,7 +178,12 @@ class Fp8HopperLauncher(Launcher):
         """Queue the kernel on q, k, v, out and lse, with the scales of the first three, ``unit_scales`` and the mean of
         V, all as it reads them. ``rows_q`` rows of Q share a scale."""
         counter = device_memory.tile_counter(self.device_index)
-        self.kernel(*self.arguments(tensors, counter, scales, mean, rows_q, softmax_scale, window))
+        of_call = self.arguments(tensors, counter, scales, mean, rows_q, softmax_scale, window)
+        if self.partial_words:
+            place = f"cuda:{self.device_index}"
+            sums = torch.empty(self.num_ctas * self.partial_words, dtype=torch.int32, device=place)
+            of_call = *of_call[:-1], sums, of_call[-1]
+        self.kernel(*of_call)
 
     def arguments(
         self,
@@ -188,7 +195,7 @@ class Fp8HopperLauncher(Launcher):
         softmax_scale: Any,
         window: Sides,
     ) -> tuple[Any, ...]:
-        """What the kernel takes, in its order."""
+        """What the kernel takes, in its order, but for memory of ``partial_words``."""
         q_scale, k_scale, v_scale, o_scale = scales
         if self.block_k == ALL_ROWS:
             # A lone scale is a factor of the output, whatever its sign.
@@ -473,4 +480,5 @@ def find(
         transposes=config.v_rows,
         has_window=config.window,
         widens=config.wide_codes,
+        partial_words=config.partial_words,
     )

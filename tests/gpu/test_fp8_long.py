@@ -1,0 +1,118 @@
+"""FP8 attention to so many keys that the kernel adds O up in runs (``with_runs``)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.forward.fp8.tilings import RUNLESS_KEYS
+from hopper_attention import flash_attn_fp8_func, flash_attn_quantized_func, quantize_qkv
+from hopper_attention.fp8_rules import select_config
+from hopper_attention.launch.fp8 import problem_of
+from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, restore_values
+from hopper_attention.reference import attention_naive
+from tests.gpu.test_fp8 import allowed_error, oracle_of, rms
+from tests.hopper.fp8_errors import emulate
+
+pytestmark = pytest.mark.gpu
+
+VALUES = {
+    "N(0, 1)": lambda v: v,
+    "N(1, 1)": lambda v: v + 1,
+    "lognormal": torch.exp,
+    "squares": lambda v: v.clamp(min=0).square(),
+    "a mean from 0 to 2": lambda v: v + torch.linspace(0, 2, v.shape[1], device="cuda")[:, None, None],
+}
+
+
+def draw(
+    seqlen_q: int, seqlen_k: int, head_dim: int, heads: int = 4, kv_heads: int = 2, batch: int = 1
+) -> list[Tensor]:
+    return [
+        torch.randn(batch, n, h, head_dim, device="cuda")
+        for n, h in ((seqlen_q, heads), (seqlen_k, kv_heads), (seqlen_k, kv_heads))
+    ]
+
+
+def quantized(*tensors: Tensor, dtype: torch.dtype = torch.bfloat16, **options: int) -> QuantizedQKV:
+    return quantize_qkv(*(x.to(dtype) for x in tensors), quantization=Fp8Quantization(**options))
+
+
+def has_runs(parts: QuantizedQKV, causal: bool) -> bool:
+    return select_config(problem_of(parts, causal, False, without_lse=True)).run_blocks > 0
+
+
+@pytest.mark.parametrize("lengths", [(300, RUNLESS_KEYS + 1), (1, 3 * RUNLESS_KEYS - 77)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_agrees_with_emulation(head_dim: int, causal: bool, lengths: tuple[int, int]) -> None:
+    """Also with queries times 4, whose maxima rise between runs."""
+    for scale in (1.0, 4.0):
+        q, k, v = draw(*lengths, head_dim, batch=2)
+        parts = quantized(scale * q, k, v)
+        assert has_runs(parts, causal)
+        out = flash_attn_quantized_func(parts, causal=causal)
+        oracle = oracle_of(parts, causal)
+        emulated = max(rms(like.double() - oracle) for like, _ in emulate(parts, causal, lagging=True))
+        assert rms(out.double() - oracle) <= allowed_error(emulated, oracle, out, True, lengths[1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_float16_and_the_lse(causal: bool) -> None:
+    parts = quantized(*draw(200, 20_000, 128), dtype=torch.float16)
+    out, lse = flash_attn_quantized_func(parts, causal=causal, return_attn_probs=True, exact_lse=False)
+    assert has_runs(parts, causal) and torch.equal(out, flash_attn_quantized_func(parts, causal=causal))
+    exact, exact_lse = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)), causal=causal)
+    exact = restore_values(exact, parts, causal)
+    assert rms(out.double() - exact) < 0.04 * rms(exact) and (lse - exact_lse).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("values", VALUES)
+def test_sums_of_values_of_any_kind(values: str, head_dim: int) -> None:
+    """64k keys that all count: within 1.5 of the error of sums in float32."""
+    q, k, v = draw(256, 65_536, head_dim)
+    tensors = [x.bfloat16() for x in (q, k, VALUES[values](v))]
+    exact, _ = attention_naive(*tensors)
+    outs = [flash_attn_fp8_func(*tensors, two_level_accumulation=two_level) for two_level in (False, True)]
+    error, of_float32 = (rms(out.double() - exact) for out in outs)
+    assert error < 1.5 * of_float32
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_tile_of_a_long_sequence(causal: bool) -> None:
+    """More tiles than CTAs, whose sums lie in the same memory one after the other: each has the bits that it has in a
+    call of its own, and rows that are masked nothing of others."""
+    q, k, v = draw(20_011, 20_011, 128, 2, 1)
+    parts = quantized(q, k, v, block_q=1)
+    whole = flash_attn_quantized_func(parts, causal=causal)
+    assert torch.equal(whole, flash_attn_quantized_func(parts, causal=causal))
+    expected = flash_attn_quantized_func(parts, causal=causal, two_level_accumulation=True)
+    off = (whole.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    assert off.max() < 0.2 and rms(whole.double() - expected.double()) < 0.04 * rms(expected)
+    for head in range(2):
+        alone = flash_attn_quantized_func(quantized(q[:, :, head : head + 1], k, v, block_q=1), causal=causal)
+        assert torch.equal(alone[:, :, 0], whole[:, :, head])
+
+
+def test_streams_and_graphs() -> None:
+    """Each call has memory of its own."""
+    tensors = [x.bfloat16() for x in draw(3000, 20_000, 128)]
+    expected = flash_attn_fp8_func(*tensors, causal=True)
+    streams, outs = [torch.cuda.Stream() for _ in range(3)], []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(4):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(flash_attn_fp8_func(*tensors, causal=True))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in outs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_attn_fp8_func(*tensors, causal=True)
+    captured.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, expected)

@@ -1,0 +1,96 @@
+"""O that is added up in float32, run by run, is what one sum is, on simulated machine code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hopper.config import validate_forward_config
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.tilings import (
+    RUN_KEYS,
+    RUNLESS_KEYS,
+    select_fp8_forward_config,
+    shipped_long_fp8_forward_configs,
+    with_runs,
+)
+from tests.hopper import test_half_scores, test_lagging_softmax
+from tests.hopper.on_numpy import fp8_forward_on_numpy
+from tests.hopper.test_half_scores import BLOCKS, over_a_flat_tail
+from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs those cases here too, with the config below)
+    LATE,
+    SCALE,
+    TILE,
+    dequantized,
+    draw,
+    quantized,
+    relative,
+    test_a_nan_reaches_who_sees_it,
+    test_many_large_p,
+    test_odd_lengths_and_a_scale_for_each_row,
+    test_scores_of_any_sign,
+    test_scores_that_rise_with_every_block,
+    test_units_of_o_that_change_with_jumps,
+    test_warps_that_are_wary,
+)
+
+half_config = test_half_scores.config_of
+
+
+def config_of(
+    causal: bool = False, lagging: bool = True, pairs: int = 5, blocks: int = 1
+) -> Fp8ForwardConfig:
+    config = half_config(causal, lagging, pairs)
+    config = replace(config, run_blocks=blocks) if lagging else config
+    validate_forward_config(config)
+    return config
+
+
+@pytest.fixture(autouse=True)
+def with_runs_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_lagging_softmax, "config_of", config_of)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 64])
+def test_runs_of_any_length(blocks: int, causal: bool) -> None:
+    """Tiles of which some end in a run and some in the first, one behind the other."""
+    parts = quantized(*draw(5 * TILE + 7, 7 * TILE + 13))
+    expected, lse = fp8_forward_on_numpy(config_of(causal, blocks=0), parts, SCALE, LATE)
+    found, same_lse = fp8_forward_on_numpy(config_of(causal, blocks=blocks), parts, SCALE, LATE)
+    assert torch.equal(lse, same_lse) and relative(found, expected.double()) < 2.0**-9
+
+
+@pytest.mark.parametrize("octaves", [10.0, 13.0])
+def test_a_maximum_that_falls_between_runs(octaves: float) -> None:
+    parts, exact = over_a_flat_tail([BLOCKS * TILE - 5], octaves, slice(0, TILE))
+    out, _ = fp8_forward_on_numpy(config_of(blocks=4), parts, SCALE, LATE)
+    assert ((out.double() - exact).abs() / exact.abs()).max() < 3 / BLOCKS + 0.08
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_which_problems_have_runs(head_dim: int, causal: bool) -> None:
+    def select(seqlen_k: int, **options: bool) -> Fp8ForwardConfig:
+        config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", seqlen_k, **options)
+        return with_runs(config, seqlen_k)
+
+    for seqlen_k in (RUNLESS_KEYS + 1, 2**30):
+        config = select(seqlen_k, half_scores=True)
+        assert config in shipped_long_fp8_forward_configs() and config.name.endswith(
+            f"runs{config.run_blocks}"
+        )
+        assert RUN_KEYS - config.tile_n < config.run_blocks * config.tile_n <= RUN_KEYS
+    assert not select(RUNLESS_KEYS, half_scores=True).run_blocks
+    for other in ({"half_scores": False}, {"half_scores": True, "window": True}, {"two_level": True}):
+        assert not select(2**30, **other).run_blocks
+
+
+def test_runs_of_other_kernels_are_refused() -> None:
+    config = config_of()
+    assert config.partial_words == TILE * config.head_dim_v // 2 + 4 * 128
+    for wrong in ({"run_blocks": -1}, {"lowers_queries": True}, {"window": True}, {"v_rows": True}):
+        with pytest.raises(ValueError, match=r"run_blocks is -?1, allowed: 0, or more with softmax 'half'"):
+            validate_forward_config(replace(config, **wrong))
