@@ -5,8 +5,8 @@
 Each checkout runs in a process of its own, and both hold the same cell at a time. In each round either process times a
 burst of calls in turn, so that clocks and temperature are the same for both. A cell's figure is the ratio of the median
 times, old over new: above 1 the new checkout is faster. Kernels only: the forward, the FP8 forward on parts quantized
-before, and the backward of the public functions, on the paper's 36 shapes, inputs N(0, 1); FP8 end to end; and the
-quantizer, which knows no mask.
+before, and the backward of the public functions, on the paper's 36 shapes, inputs N(0, 1) or of another family; FP8
+end to end; and the quantizer, which knows no mask.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.trees_worker import BACKWARD, BURST_S, FORWARD, FP8, FP8_END_TO_END, QUANTIZE
 from hopper_attention.experiments.bench.machine import Gauge, NoGauge, describe_machine, find_gauge, today
+from hopper_attention.experiments.families.draws import FAMILIES
 from hopper_attention.experiments.reports import write_text
 
 HEAD_DIMS, SEQLENS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16_384)
@@ -31,7 +32,11 @@ WORKER = Path(__file__).with_name("trees_worker.py")
 
 
 def list_cells(
-    kinds: Sequence[str], dtype: str, queries: float = 1.0, seqlens: Sequence[int] = SEQLENS
+    kinds: Sequence[str],
+    dtype: str,
+    queries: float = 1.0,
+    seqlens: Sequence[int] = SEQLENS,
+    family: str = FAMILIES[0].name,
 ) -> Iterator[dict[str, Any]]:
     for kind in kinds:
         for head_dim in HEAD_DIMS:
@@ -44,6 +49,7 @@ def list_cells(
                         "seqlen": seqlen,
                         "causal": causal,
                         "queries": queries,
+                        "family": family,
                     }
 
 
@@ -110,7 +116,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("trees", nargs="*", type=Path, metavar="OLD NEW")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of kernels; all by default")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the inputs")
-    parser.add_argument("--queries", type=float, default=1.0, help="so many times as large as N(0, 1)")
+    names = [family.name for family in FAMILIES]
+    parser.add_argument("--family", choices=names, default=names[0], help="of inputs")
+    parser.add_argument("--queries", type=float, default=1.0, help="so many times as large")
     parser.add_argument("--seqlens", type=int, nargs="+", default=SEQLENS, help="all by default")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--commits", nargs=2, default=("", ""), help="of both, for the report")
@@ -119,7 +127,7 @@ def main(arguments: list[str]) -> int:
     if len(options.trees) != 2:
         parser.error(f"trees are {len(options.trees)} folders, allowed: two, the old and the new checkout")
     gauge = find_gauge("cuda:0")
-    cells = tuple(list_cells(options.kinds, options.dtype, options.queries, options.seqlens))
+    cells = tuple(list_cells(options.kinds, options.dtype, options.queries, options.seqlens, options.family))
     rows = compare(options.trees, cells, options.rounds, gauge)
     for kind in options.kinds:
         ratios = [row["ratio"] for row in rows if row["kind"] == kind]
@@ -136,8 +144,8 @@ def main(arguments: list[str]) -> int:
             "old": options.commits[0],
             "new": options.commits[1],
             "machine": describe_machine("cuda:0", gauge),
-            "method": f"{options.rounds} rounds in turns, bursts of {BURST_S} s, {options.dtype}, inputs N(0, 1), "
-            f"queries times {options.queries:g}",
+            "method": f"{options.rounds} rounds in turns, bursts of {BURST_S} s, {options.dtype}, "
+            f"inputs {options.family}, queries times {options.queries:g}",
             "cells": rows,
         }
         write_text(options.json, json.dumps(report, indent=1) + "\n")

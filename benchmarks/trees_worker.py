@@ -1,6 +1,6 @@
 """One of the two processes of ``benchmarks/trees.py``: times calls of the checkout that its PYTHONPATH names.
 
-It uses public functions alone, so that it serves older checkouts too.
+It uses public functions and the families of inputs alone, so that it serves older checkouts too.
 """
 
 import json
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func, quantize_qkv
+from hopper_attention.experiments.bench.spec import Problem
+from hopper_attention.experiments.families.draws import FAMILIES
 
 TOKENS, WIDTH = 16_384, 2_048
 BURST_S = 0.005
@@ -19,15 +21,16 @@ QUANTIZE = "quantize"
 
 
 def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
-    """The call of a cell: kind, dtype, head_dim, seqlen, causal, and how many times as large queries are."""
+    """The call of a cell: kind, dtype, head_dim, seqlen, causal, the family of inputs, and how many times as large
+    queries are."""
     kind, seqlen, head_dim, causal = (cell[name] for name in ("kind", "seqlen", "head_dim", "causal"))
-    shape = TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(shape, device="cuda", dtype=getattr(torch, cell["dtype"]), generator=generator)
-        for _ in range(4)
-    )
-    q = q * cell["queries"]
+    batch, heads = TOKENS // seqlen, WIDTH // head_dim
+    problem = Problem(cell["dtype"], batch, seqlen, seqlen, heads, heads, head_dim, head_dim, causal)
+    family = next(family for family in FAMILIES if family.name == cell["family"])
+    generator, dtype = torch.Generator("cuda").manual_seed(0), getattr(torch, cell["dtype"])
+    inputs = family.draw(problem, generator)
+    q, k, v = (x.to(dtype) for x in (cell["queries"] * inputs.q, inputs.k, inputs.v))
+    dout = torch.randn(q.shape, device="cuda", dtype=dtype, generator=generator)
     if kind == FORWARD:
         return lambda: flash_attn_func(q, k, v, causal=causal)
     if kind == FP8:

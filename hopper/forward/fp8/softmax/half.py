@@ -60,6 +60,12 @@ LITTLE = 2.0**-7
 LEAST_SHARE = 2.0**-5
 """Keys to come count if, were each as large as the largest of a block, they would add up to so much of the row."""
 
+MOST_APART = 3.0
+"""A tail is flat where the largest score of a block is no more octaves above the mean."""
+
+MEAN_CHAINS = 4
+"""Sums side by side, for a mean that waits for none of them."""
+
 FLAT_OCTAVES = 6.0
 """The largest score of a tile's first block lies over a flat tail if it is so many octaves above those of three lanes,
 and twice as many more as these lie apart."""
@@ -278,7 +284,7 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         self.row_sum[r] = self.row_sum[r] * self.row_scale[r] + total
 
     @cute.jit
-    def _lower_maxima_of_flat_tails(self, n_block: Int32):
+    def _lower_maxima_of_flat_tails(self, acc_S: cute.Tensor, n_block: Int32):
         """In the first blocks of a long tile, and in the last one in which a warp is wary: measure rows from a lower
         maximum, as they are from a higher one, where all P of a block are so small that e4m3 loses them, but many such
         add up to what counts. O and ``row_sum`` are float32, and hold what was larger. What ``_count_largest`` has kept
@@ -289,19 +295,39 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
             exponents = unpack(multiply_add_halves(largest, scales, offsets), Float16)
             is_small = cute.arch.fmin(*exponents) < Float32(SMALL_EXPONENT)
             if cute.arch.vote_any_sync(is_small):
-                self.has_risen[0] = Int32(1)
-                keys = Float32((n_block + 1) * (8 * self.words.shape[1]))
-                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
-                    counts = exp2(exponents[r]) * keys > total * Float32(LEAST_SHARE)
-                    before = self.shift[r]
-                    lower = before - cute.math.floor(Float32(self.wary_exponent) - exponents[r])
-                    is_near = cute.math.absf(Float32(P_EXPONENT) - lower) < Float32(self.farthest)
-                    falls = counts & (exponents[r] < Float32(SMALL_EXPONENT)) & is_near
-                    self._place_shift(r, lower if falls else before)
-                    self._lower_largest(r, -Float32.inf if falls else Float32(0.0))
-                    self.row_scale[r] = exp2(before - self.shift[r])
-                    self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+                means = [self._mean_exponent(acc_S, r) for r in range(ROWS_PER_THREAD)]
+                falls = [self._falls(r, exponents[r], means[r], n_block) for r in range(ROWS_PER_THREAD)]
+                if cute.arch.vote_any_sync(falls[0] | falls[1]):
+                    self.has_risen[0] = Int32(1)
+                    for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                        before = self.shift[r]
+                        lower = before - cute.math.floor(Float32(self.wary_exponent) - exponents[r])
+                        self._place_shift(r, lower if falls[r] else before)
+                        self._lower_largest(r, -Float32.inf if falls[r] else Float32(0.0))
+                        self.row_scale[r] = exp2(before - self.shift[r])
+                        self.row_sum[r] = self.row_sum[r] * self.row_scale[r]
+
+    @cute.jit
+    def _falls(self, r: cutlass.Constexpr[int], largest: Float32, mean: Float32, n_block: Int32) -> Boolean:
+        """Whether the maximum of row ``r`` is to fall in a block with these exponents of P. A row whose scores lie
+        apart has larger ones in other blocks, which would raise it again, and count for more."""
+        keys = Float32((n_block + 1) * (8 * self.words.shape[1]))
+        total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
+        counts = exp2(mean) * keys > total * Float32(LEAST_SHARE)
+        is_flat = (largest < Float32(SMALL_EXPONENT)) & (largest - mean < Float32(MOST_APART))
+        lower = self.shift[r] - cute.math.floor(Float32(self.wary_exponent) - largest)
+        return counts & is_flat & (cute.math.absf(Float32(P_EXPONENT) - lower) < Float32(self.farthest))
+
+    @cute.jit
+    def _mean_exponent(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]) -> Float32:
+        """The mean of the exponents of P of row ``r`` in a block; -inf where a key is masked."""
+        scores, share = words_of_pairs(acc_S), pin(Int32(pair_of(0.5 / self.words.shape[1])), Int32)
+        sums = [pin(Int32(0), Int32)] * MEAN_CHAINS
+        for j in cutlass.range_constexpr(scores.shape[1]):
+            sums[j % MEAN_CHAINS] = multiply_add_halves(scores[r, j], share, sums[j % MEAN_CHAINS])
+        of_thread = sum((sum(unpack(x, Float16), Float32(0.0)) for x in sums), Float32(0.0))
+        of_row = cute.arch.warp_reduction_sum(of_thread, threads_in_group=LANES_PER_ROW)
+        return of_row * Float32(1.0 / LANES_PER_ROW) * self.scale[r] + Float32(P_EXPONENT) - self.shift[r]
 
     def _words_of_rows(self) -> list[Int32]:
         """Scales and offsets, those of both rows in a word each."""
@@ -422,6 +448,10 @@ class HalfScoresOfAnyCodes(HalfScoresSoftmax):
 
     wary_exponent = 4
     farthest = 256.0
+
+    def _lower_maxima_of_flat_tails(self, acc_S: cute.Tensor, n_block: Int32):
+        """Nothing: a single key that is visited first has a P of 2^6 here, so that a flat tail has some down to 15
+        octaves below it. To look for one cost head_dim 256 its lead where scores are peaky."""
 
     @cute.jit
     def take_first_maxima(self, operand: cute.Tensor, acc_S: cute.Tensor):

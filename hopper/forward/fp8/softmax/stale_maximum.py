@@ -116,9 +116,9 @@ class StaleMaximumSoftmax(ExactSoftmax):
                 self.has_risen[0] = Int32(1)
                 self._raise_maxima(acc_S, n_block)
             else:
-                self._lower_maxima_of_flat_tails(n_block)
+                self._lower_maxima_of_flat_tails(acc_S, n_block)
 
-    def _lower_maxima_of_flat_tails(self, n_block: Int32):
+    def _lower_maxima_of_flat_tails(self, acc_S: cute.Tensor, n_block: Int32):
         """In a block of a wary warp in which no maximum rises: nothing here."""
 
     @cute.jit
