@@ -328,23 +328,21 @@ def fp8_forward_on_numpy(
     else:
         vt = v.data if isinstance(v, TransposedV) else transpose_for_kernel(v.data)
         v_map = tile_map(vt, (3, 2, 1, 0), c.head_dim_v, c.tile_n)
-    codes = tuple(x.data.to(WIDE_CODES) if c.wide_codes else x.data for x in (q, k))
+    q8, k8 = (x.data.to(WIDE_CODES) if c.wide_codes else x.data for x in (q, k))
     arguments, out, lse = _forward_arguments(config, q.data, v.shape[3], parts.dtype)
     arguments.values[:4] = (
-        row_map(codes[0], WARPGROUP_ROWS, c.head_dim),
-        row_map(codes[1], c.tile_n, c.head_dim),
+        row_map(q8, WARPGROUP_ROWS, c.head_dim),
+        row_map(k8, c.tile_n, c.head_dim),
         v_map,
         row_map(out, WARPGROUP_ROWS, c.head_dim_v),
     )
-    ones = torch.ones(*v.scale.shape[:2], 1)
-    v_scale, o_scale = (ones, v.scale) if v.scale.shape[2] == 1 else (v.scale, ones)
+    v_scales = v.scale, torch.ones(*v.scale.shape[:2], 1)
     mean_v = parts.mean_v if adds_mean(parts) else torch.empty(*v.scale.shape[:2], 0)
-    for scale in (q.scale, k.scale, v_scale, o_scale, mean_v):
+    for scale in (q.scale, k.scale, *v_scales[:: -1 if v.scale.shape[2] == 1 else 1], mean_v):
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     (arguments.divisors if c.has_short_beginnings else arguments.add)(min(q.block, ALL_ROWS))
     arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
-    if c.run_blocks:
-        # Nobody may read what was there before.
+    if c.run_blocks:  # of whose memory nobody may read what was there before
         arguments.tensor(torch.full((c.partial_words,), -1, dtype=torch.int32), (c.partial_words,), ())
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
