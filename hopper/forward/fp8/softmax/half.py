@@ -58,7 +58,7 @@ LITTLE = 2.0**-7
 """Octaves by which the largest P of a row is aimed above a power of two."""
 
 LEAST_SHARE = 2.0**-5
-"""Keys to come count if, were each as large as the largest of a block, they would add up to so much of the row."""
+"""Keys to come count if, were each as large as a block's are in the mean, they would add up to so much of the row."""
 
 MOST_APART = 3.0
 """A tail is flat where the largest score of a block is no more octaves above the mean."""
