@@ -6,6 +6,7 @@ import math
 import os
 import random
 import subprocess
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,7 @@ def test_fp8_problems_get_the_kernels_that_python_selects(library: Library) -> N
         half_scores = scores_fit_half(*quantizer.largest_codes, dims[0])
         options = {"half_scores": half_scores, "two_level": two_level, "window": mask.sides}
         problem = Fp8Problem(*shapes, *blocks, dtype, mask.causal, **options)
-        expected = select_fp8_config(problem)
+        expected = replace(select_fp8_config(problem), run_blocks=0)  # it has no memory for runs
         assert library.kernel_of(params, "_fp8") == expected.name, (p, seqlen_k)
         parts = [batch * heads * seqlen_q * dims[0], batch * kv_heads * seqlen_k * dims[0]]
         parts += [batch * kv_heads * dims[1] * padded_keys(seqlen_k), 4 * batch * heads * seqlen_q]
