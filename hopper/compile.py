@@ -21,7 +21,7 @@ from hopper.backward.config import BackwardConfig
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.mean.config import ValueMeanConfig
+from hopper.mean.config import RunMeansConfig, ValueMeanConfig
 from hopper.mla.config import MlaConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.transpose.config import TransposeConfig
@@ -65,6 +65,7 @@ COMPILERS: dict[type, tuple[str, str]] = {
     QuantizeConfig: ("hopper.quantize.compile", "compile_quantize"),
     TransposeConfig: ("hopper.transpose.compile", "compile_transpose"),
     ValueMeanConfig: ("hopper.mean.compile", "compile_value_mean"),
+    RunMeansConfig: ("hopper.mean.compile", "compile_run_means"),
     WidenConfig: ("hopper.widen.compile", "compile_widen"),
     AmpereForwardConfig: ("cute_kernels.ampere.forward.compile", "compile_ampere_forward"),
     AmpereBackwardConfig: ("cute_kernels.ampere.backward.compile", "compile_ampere_backward"),

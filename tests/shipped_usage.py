@@ -46,8 +46,8 @@ from hopper.forward.fp8.tilings import (
 )
 from hopper.forward.tilings import shipped_forward_configs, shipped_plain_configs
 from hopper.inspection import DIGEST_LETTERS, ResourceUsage, resource_usage
-from hopper.mean.config import shipped_value_mean_configs
-from hopper.quantize.config import shipped_quantize_configs
+from hopper.mean.config import shipped_run_means_configs, shipped_value_mean_configs
+from hopper.quantize.config import shipped_long_quantize_configs, shipped_quantize_configs
 from hopper.sources import sources_of
 from hopper.transpose.config import shipped_transpose_configs
 from hopper.widen.config import WidenConfig
@@ -91,7 +91,9 @@ def every_shipped_kernel() -> tuple[Any, ...]:
         *shipped_fp8_forward_configs(two_level=True),
         *shipped_exact_lse_configs(),
         *shipped_quantize_configs(),
+        *shipped_long_quantize_configs(),
         *shipped_value_mean_configs(),
+        *shipped_run_means_configs(),
         *shipped_transpose_configs(),
         WidenConfig(),
         *shipped_backward_kernels(),

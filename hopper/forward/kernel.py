@@ -424,8 +424,7 @@ class ForwardKernel:
         tSrK = mmas.qk.make_fragment_B(mmas.qk.get_slice(0).partition_B(parts.operands.k.smem))
         queries = self._queries(mmas, parts.operands.q.smem[None, None, wg], thread)
         fragments = queries, keep_descriptor(tSrK), *self._few_fragments(mmas, parts.few)
-        of_output = self._pv_mma, parts.operands.v.smem, parts.softmax, parts.extras
-        output = precision.make_output(mmas, *of_output)
+        output = precision.make_output(mmas, self._pv_mma, parts)
         return precision.consumer_type(
             self.config, mmas, fragments, parts.pipes, parts.softmax, output, parts.loads, wg
         )

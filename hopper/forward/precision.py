@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass.cute as cute
 from cutlass import Float16, Float32
 
 from cute_kernels.dtypes import DSL_DTYPES
@@ -46,11 +45,10 @@ class SixteenBits(LoopInvariant):
             )
         return (ComparingSoftmax if c.compares_bits else OnlineSoftmax)(*late, scale_log2)
 
-    def make_output(
-        self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax, extras: tuple
-    ) -> Output:
-        """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V."""
-        parts = self.config, mmas, sV, softmax
+    def make_output(self, mmas: Mmas, part_mma: Any, consumer: Any) -> Output:
+        """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V, ``consumer`` are the
+        ``ConsumerParts``."""
+        parts = self.config, mmas, consumer.operands.v.smem, consumer.softmax
         if self.config.ends_in_halves:
             return OutputInHalves(part_mma(self.config.head_dim_v // 2), *parts)
         return Output(*parts)

@@ -37,6 +37,14 @@ SMALL_FIRSTS, NEIGHBOURS, MOST_KEPT = 0.5, 32, 256.0
 """A column keeps its mean where the first values of so many neighbours, unless their mean is chance, are all below this
 share of theirs, and the square of its mean, times the keys that were looked at, is below so many variances."""
 
+FAR_VARIANCES = 32.0
+"""A run of keys loses a mean of its own where the square of its distance from that of all, times its keys, is above so
+many variances: five standard errors and more, and no less than a mean that is kept (``MOST_KEPT``) where there are
+eight runs."""
+
+MOST_PARTS = 4
+"""Times so many columns that a head may have."""
+
 COLUMNS = 64
 """Of a head, that are taken at once: 128 bytes of a row."""
 
@@ -45,7 +53,7 @@ CHUNK = 8
 
 WARPS, WARP_THREADS = 8, 32
 THREADS = WARPS * WARP_THREADS
-CTAS_PER_SM = 4
+CTAS_PER_SM, CTAS_OF_RUNS_PER_SM = 4, 3
 
 LANES_OF_ROW = COLUMNS // CHUNK
 ROWS_OF_WARP = WARP_THREADS // LANES_OF_ROW
@@ -59,11 +67,12 @@ MAX_CTAS = 2**31 - 1
 @dataclass(frozen=True)
 class ValueMeanConfig:
     """Everything that is fixed when the kernel is compiled: the dtype of V, how many CTAs share the keys of some
-    columns, and how sequences lie, "dense" or "varlen"."""
+    columns, how sequences lie, "dense" or "varlen", and whether it finds means and variances ``of_runs`` of keys."""
 
     dtype: str
     cluster: int
     layout: str = DENSE
+    of_runs: bool = False
 
     @property
     def groups(self) -> int:
@@ -89,6 +98,11 @@ class ValueMeanConfig:
         return 8 if self.layout == DENSE and self.cluster > 1 else 4
 
     @property
+    def ctas_per_sm(self) -> int:
+        """As many as there are registers for."""
+        return CTAS_OF_RUNS_PER_SM if self.of_runs else CTAS_PER_SM
+
+    @property
     def smem_bytes(self) -> int:
         """Sums of warps, first rows of groups, and what the cluster sends."""
         return 4 * COLUMNS * (2 * self.sums + self.groups + 2 * GROUPS)
@@ -97,16 +111,33 @@ class ValueMeanConfig:
     def name(self) -> str:
         """Unique among kernels."""
         layout = "" if self.layout == DENSE else f"_{self.layout}"
-        return f"hopper_value_mean_{SHORT_NAMES[self.dtype]}_c{self.cluster}{layout}"
+        return f"hopper_value_mean_{SHORT_NAMES[self.dtype]}_c{self.cluster}{layout}{'_runs' * self.of_runs}"
+
+
+@dataclass(frozen=True)
+class RunMeansConfig:
+    """The kernel that finds what runs of keys lose, by means and variances of theirs."""
+
+    dtype: str
+
+    @property
+    def smem_bytes(self) -> int:
+        """Groups of runs, what all lose, and whether a run does not."""
+        return 4 * (COLUMNS * (2 * GROUPS + 1) + 1)
+
+    @property
+    def name(self) -> str:
+        """Unique among kernels."""
+        return f"hopper_run_means_{SHORT_NAMES[self.dtype]}"
 
 
 def select_value_mean_config(
-    dtype: str, sequences: int, kv_heads: int, head_dim_v: int, layout: str = DENSE
+    dtype: str, sequences: int, kv_heads: int, head_dim_v: int, layout: str = DENSE, of_runs: bool = False
 ) -> ValueMeanConfig:
-    """The config for so many sequences: the fewest CTAs for some columns of a head that keep a GPU busy."""
+    """The config for so many sequences, or runs: the fewest CTAs for some columns of a head that keep a GPU busy."""
     alone = count_mean_ctas(sequences, kv_heads, head_dim_v, 1)
     cluster = next((cluster for cluster in CLUSTERS if alone * cluster >= ENOUGH_CTAS), CLUSTERS[-1])
-    config = ValueMeanConfig(dtype, cluster, layout)
+    config = ValueMeanConfig(dtype, cluster, layout, of_runs)
     validate_value_mean_config(config)
     return config
 
@@ -117,6 +148,8 @@ def validate_value_mean_config(config: ValueMeanConfig) -> None:
         value = getattr(config, name)
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}, allowed: {', '.join(map(str, allowed))}")
+    if config.of_runs and config.layout != DENSE:
+        raise ValueError("of_runs is True, allowed for packed sequences: False")
 
 
 def groups_of(
@@ -167,3 +200,9 @@ def sorting_pairs(count: int) -> Iterator[tuple[int, int]]:
 def shipped_value_mean_configs() -> tuple[ValueMeanConfig, ...]:
     """Every config that ``select_value_mean_config`` can return."""
     return tuple(ValueMeanConfig(*fields) for fields in product(DTYPES, CLUSTERS, LAYOUTS))
+
+
+def shipped_run_means_configs() -> tuple[ValueMeanConfig | RunMeansConfig, ...]:
+    """Every config for means of runs."""
+    statistics = (ValueMeanConfig(*fields, of_runs=True) for fields in product(DTYPES, CLUSTERS))
+    return *statistics, *map(RunMeansConfig, DTYPES)

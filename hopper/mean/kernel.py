@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.integers import ceil_div, divide, maximum, minimum
@@ -12,7 +12,6 @@ from hopper.mean.config import (
     CHANCE,
     CHUNK,
     COLUMNS,
-    CTAS_PER_SM,
     E4M3_BITS,
     GROUPS,
     LANES_OF_ROW,
@@ -62,24 +61,24 @@ class ValueMeanKernel:
     @cute.jit
     def __call__(self, mV: cute.Tensor, mMean: cute.Tensor, stream):
         """Launch; ``compile_value_mean`` says what the arguments are."""
-        self._launch(mV, mMean, (), stream)
+        self._launch(mV, (mMean,), mMean.shape[0], (), stream)
 
     @cute.jit
-    def _launch(self, mV: cute.Tensor, mMean: cute.Tensor, lengths: tuple, stream):
+    def _launch(self, mV: cute.Tensor, results: tuple, sequences: Int32, lengths: tuple, stream):
         c = self.config
         parts = ceil_div(mV.shape[3], COLUMNS)
-        self.kernel(mV, mMean, lengths).launch(
-            grid=(c.cluster * parts * mV.shape[2] * mMean.shape[0], 1, 1),
+        self.kernel(mV, results, lengths).launch(
+            grid=(c.cluster * parts * mV.shape[2] * sequences, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(c.cluster, 1, 1),
             stream=stream,
-            min_blocks_per_mp=CTAS_PER_SM,
+            min_blocks_per_mp=c.ctas_per_sm,
             # Unless told, the DSL asks the GPU for its shared memory, and there may be none when compiling.
             preferred_smem_carveout=100,
         )
 
     @cute.kernel
-    def kernel(self, mV: cute.Tensor, mMean: cute.Tensor, lengths: tuple):
+    def kernel(self, mV: cute.Tensor, results: tuple, lengths: tuple):
         c = self.config
         # The quantizer may start, and wait: its CTAs take the place of those that end.
         cute.arch.griddepcontrol_launch_dependents()
@@ -104,7 +103,7 @@ class ValueMeanKernel:
         groups = groups if keys > 0 else Int32(0)
 
         column = first_column + lane % LANES_OF_ROW * CHUNK
-        samples = is_sampled(keys)
+        samples = self._samples(keys)
         counted = sample_size(length) if samples else length
         for i in cutlass.range_constexpr(c.groups_of_warp):
             part = warp * c.groups_of_warp + i
@@ -130,14 +129,26 @@ class ValueMeanKernel:
             cute.arch.sync_threads()
         own = first_column + thread
         if rank == 0 and thread < COLUMNS:
-            place = own, Int32(mV.shape[3])
-            mean = worth_subtracting(received, thread, place, pivots[thread, 0], groups * counted)
-            if own < mV.shape[3]:
-                mMean[sequence, head, own] = mean
+            looked_at = pivots[thread, 0], groups * counted
+            self._finish(received, looked_at, results, (sequence, head, own, Int32(mV.shape[3])))
 
     def _rows(self, mV: cute.Tensor, lengths: tuple, sequence: Int32) -> tuple:
         """(entry of V that a sequence is in, its first row there, its rows)."""
         return sequence, Int32(0), Int32(mV.shape[1])
+
+    def _samples(self, keys: Int32) -> Boolean | bool:
+        """Whether a quarter of the keys is looked at."""
+        return is_sampled(keys)
+
+    @cute.jit
+    def _finish(self, received: cute.Tensor, looked_at: tuple, results: tuple, place: tuple):
+        """Write what a thread's column loses. ``looked_at`` are its first value and the number of keys that were looked
+        at, ``place`` the sequence, the head, the column, and the columns there are."""
+        (first, keys), (sequence, head, own, columns) = looked_at, place
+        column = own % COLUMNS
+        mean = worth_subtracting(received, column, (own, columns), first, keys)
+        if own < columns:
+            results[0][sequence, head, own] = mean
 
     @cute.jit
     def _add_up(self, address: Int64, stride: Int64, counted: tuple, shared: tuple, place: tuple):
@@ -228,7 +239,7 @@ class PackedValueMeanKernel(ValueMeanKernel):
         self, mV: cute.Tensor, mMean: cute.Tensor, cu_seqlens: cute.Tensor, seqused: cute.Tensor, stream
     ):
         """Launch; ``compile_value_mean`` says what the arguments are."""
-        self._launch(mV, mMean, (cu_seqlens, seqused), stream)
+        self._launch(mV, (mMean,), mMean.shape[0], (cu_seqlens, seqused), stream)
 
     def _rows(self, mV: cute.Tensor, lengths: tuple, sequence: Int32) -> tuple:
         offset, keys = rows_of(*lengths, Int32(mV.shape[1]), sequence)
@@ -240,7 +251,24 @@ def worth_subtracting(
     received: cute.Tensor, column: Int32, place: tuple, first: Float32, keys: Int32
 ) -> Float32:
     """What to subtract from a column of a head, of which ``keys`` keys were looked at and which begins with ``first``.
-    A group whose mean is NaN does not count. ``place`` are the number of the column and the columns there are."""
+    ``place`` are the number of the column and the columns there are."""
+    robust, variance, count = robust_mean(received, column)
+    rounded = on_the_grid(robust, variance)
+    is_chance = robust * robust * Float32(keys) < Float32(CHANCE * CHANCE) * variance
+    (own, columns), size = place, cute.math.absf(rounded)
+    # A warp has the neighbours.
+    is_little = cute.math.absf(first) < Float32(SMALL_FIRSTS) * size
+    all_little = cute.arch.vote_all_sync((own >= columns) | is_chance | is_little)
+    is_kept = all_little and rounded * rounded * Float32(keys) < Float32(MOST_KEPT) * variance
+    mean = Float32(0.0) if is_chance or is_kept or not is_number(rounded) else rounded
+    result = sparing_the_first(mean, first, variance, keys)
+    return result if count > 0 else Float32(0.0)
+
+
+@cute.jit
+def robust_mean(received: cute.Tensor, column: Int32) -> tuple[Float32, Float32, Int32]:
+    """(the mean of a column, the median of its groups' variances, the groups that count). One whose mean is NaN does
+    not, nor one whose mean lies far from the others'."""
     means, count = with_fillers([received[column, group, 0] for group in range(GROUPS)])
     middle = upper_median(means)
     farthest = Float32(OUTLYING) * upper_median([distance_from(middle, mean) for mean in means])
@@ -253,17 +281,7 @@ def worth_subtracting(
     variances = []
     for group in cutlass.range_constexpr(GROUPS):
         variances.append(received[column, group, 1] if is_number(means[group]) else means[group])
-    variance = upper_median(variances)
-    rounded = on_the_grid(robust, variance)
-    is_chance = robust * robust * Float32(keys) < Float32(CHANCE * CHANCE) * variance
-    (own, columns), size = place, cute.math.absf(rounded)
-    # A warp has the neighbours.
-    is_little = cute.math.absf(first) < Float32(SMALL_FIRSTS) * size
-    all_little = cute.arch.vote_all_sync((own >= columns) | is_chance | is_little)
-    is_kept = all_little and rounded * rounded * Float32(keys) < Float32(MOST_KEPT) * variance
-    mean = Float32(0.0) if is_chance or is_kept or not is_number(rounded) else rounded
-    result = sparing_the_first(mean, first, variance, keys)
-    return result if count > 0 else Float32(0.0)
+    return robust, upper_median(variances), count
 
 
 @cute.jit
@@ -293,7 +311,7 @@ def sparing_the_first(mean: Float32, first: Float32, variance: Float32, keys: In
     return exact if left * left * Float32(keys) < most * variance else mean
 
 
-def is_number(x: Float32) -> cutlass.Boolean:
+def is_number(x: Float32) -> Boolean:
     return cute.math.absf(x) < Float32.inf
 
 

@@ -25,6 +25,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
       (b, hk, ceil(sk / block_k)): float32.
     - signs int32 (d / 2,), with ``rotate``: what to XOR pairs of columns with; signs_v (dv / 2,) with ``rotate_v``.
     - mean_k float32 (b, hk, d), with ``smooth_k``; mean_v (b, hk, dv) with ``smooth_v``. Both 16-byte aligned.
+      With ``mean_blocks`` it is (b * runs, hk, dv), each entry's runs from its last keys to its first.
     - Whichever of these four a config does not use is int32 (any,).
     - num_ctas: most CTAs to launch, usually the number of SMs times ``ctas_per_sm``.
 
@@ -43,7 +44,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     b, sq, sk, h, hk, nq, nk = (cute.sym_int() for _ in range(7))
     signs, signs_v, no_mean_k, no_mean_v = (words(cute.sym_int()) for _ in range(4))
     is_packed = config.layout == VARLEN
-    entries = cute.sym_int() if is_packed else b
+    entries = cute.sym_int() if is_packed or config.mean_blocks else b
     batch, batch_and_one = cute.sym_int(), cute.sym_int()
     sizes = batch_and_one, batch_and_one, batch, cute.sym_int()
     return compile_for_torch(

@@ -10,7 +10,12 @@ from typing import Any
 from cute_kernels.problem import DENSE, DTYPES, LAYOUTS, MAX_HEAD_DIM, SHORT_NAMES
 from hopper.config import REGISTERS_PER_SM, SMEM_BYTES
 from hopper.forward.fp8.config import FP8_DTYPE, FP8_KEYS_PER_STEP, WIDE_CODES_DTYPE
-from hopper.forward.fp8.tilings import FP8_HALF_SCORES_TILINGS, FP8_TILINGS, select_fp8_forward_config
+from hopper.forward.fp8.tilings import (
+    FP8_HALF_SCORES_TILINGS,
+    FP8_TILINGS,
+    select_fp8_forward_config,
+    shipped_long_fp8_forward_configs,
+)
 from hopper.forward.tilings import NATIVE_HEAD_DIMS
 
 WARP_THREADS = 32
@@ -219,7 +224,7 @@ class QuantizeConfig:
     ``rotate`` and ``rotate_v`` multiply Q and K, and V, by a random-sign Hadamard matrix; ``smooth_k`` and
     ``smooth_v`` subtract a vector from each row of K, and of V, before. ``layout`` is "dense" or "varlen", as that of
     ``ForwardConfig``. With ``wide_codes`` Q and K are rounded to e4m3 and stored in 16 bits, as a kernel of an exact
-    LSE takes them.
+    LSE takes them. With ``mean_blocks`` runs of so many blocks of V, counted from the last one back, have a mean each.
     """
 
     dtype: str
@@ -233,6 +238,7 @@ class QuantizeConfig:
     smooth_v: bool = False
     layout: str = DENSE
     wide_codes: bool = False
+    mean_blocks: int = 0
 
     @property
     def scales_rows(self) -> bool:
@@ -324,6 +330,7 @@ class QuantizeConfig:
         parts += [flag for flag in ("rotate", "rotate_v", "smooth_k", "smooth_v") if getattr(self, flag)]
         parts += [] if self.layout == DENSE else [self.layout]
         parts += ["wide"] if self.wide_codes else []
+        parts += [f"runs{self.mean_blocks}"] if self.mean_blocks else []
         return "_".join(parts)
 
     @property
@@ -365,6 +372,10 @@ def validate_quantize_config(config: QuantizeConfig) -> None:
         raise ValueError("wide_codes is True, allowed for packed sequences: False")
     if config.layout != DENSE and config.smooth_k:
         raise ValueError("smooth_k is True, allowed for packed sequences: False")
+    if config.mean_blocks < 0 or (config.mean_blocks and (config.layout != DENSE or not config.smooth_v)):
+        raise ValueError(
+            f"mean_blocks is {config.mean_blocks}, allowed: 0, or more with smooth_v, not packed"
+        )
     if config.smem_bytes > SMEM_BYTES:  # asks for the number of warps, which refuses what is too large
         raise ValueError(f"the blocks need {config.smem_bytes} bytes of shared memory, allowed: {SMEM_BYTES}")
 
@@ -378,6 +389,16 @@ def shipped_quantize_configs() -> tuple[QuantizeConfig, ...]:
         for dtype in DTYPES
         for head_dim, head_dim_v in NATIVE_HEAD_DIMS
         for block_k in default_block_sizes(head_dim, head_dim_v)
+    )
+
+
+def shipped_long_quantize_configs() -> tuple[QuantizeConfig, ...]:
+    """Those for attention kernels that add up keys in runs, whose V may lose a mean for each part of one."""
+    blocks = {attention.tile_n: attention.mean_blocks for attention in shipped_long_fp8_forward_configs()}
+    return tuple(
+        replace(config, mean_blocks=blocks[config.block_k])
+        for config in shipped_quantize_configs()
+        if config.block_k in blocks and not config.wide_codes
     )
 
 

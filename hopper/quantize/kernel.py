@@ -240,7 +240,7 @@ class QuantizeKernel:
         q, k, v = (
             operand_q(c.q, *of_q, signs_qk, mean_k, means, c.rotate, False, largest_q, items),
             operand_k(c.k, *of_k, signs_qk, mean_k, means, c.rotate, c.smooth_k, largest_k, items),
-            TransposedOperand(c.v, *of_v, signs_v, mean_v, means, *options_v, buffer, c.vt),
+            TransposedOperand(c.v, *of_v, signs_v, mean_v, means, *options_v, buffer, c.vt, c.mean_blocks),
         )
         first_of_k, first_of_v, end = bounds
         half = len(divisors) // 2

@@ -205,10 +205,14 @@ class Operand(LoopInvariant):
             if cta.thread < t.head_dim // FLOATS_PER_COPY:
                 # Until the kernel in front, which may be at the mean still, has ended.
                 cute.arch.griddepcontrol_wait()
-                first = Int64(place[2]) * self.mean.stride[0] + Int64(head) * self.mean.stride[1]
+                first = Int64(self._mean_of(place)) * self.mean.stride[0] + Int64(head) * self.mean.stride[1]
                 first = first + cta.thread * FLOATS_PER_COPY
                 half = self.mean_memory[None, parity].iterator + cta.thread * FLOATS_PER_COPY
                 load_async(half, self.mean.iterator.toint() + 4 * first, Int32(CHUNK_BYTES))
+
+    def _mean_of(self, place: tuple) -> Int32:
+        """Which entry of ``mean`` an item loses."""
+        return place[2]
 
     @cute.jit
     def quantize(self, cta: Cta, words: cute.Tensor, place: tuple, turn: Int32, parity: Int32) -> Int32:

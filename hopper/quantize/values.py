@@ -52,6 +52,14 @@ class TransposedOperand(Operand):
 
     buffer: cute.Tensor
     transposed: RunTiling
+    mean_blocks: int = 0
+
+    def _mean_of(self, place: tuple) -> Int32:
+        """With ``mean_blocks`` those of an entry's runs follow each other, the last keys' first."""
+        if self.mean_blocks == 0:
+            return place[2]
+        blocks = ceil_div(self.source.shape[1], self.tiling.rows)
+        return place[2] * ceil_div(blocks, self.mean_blocks) + (blocks - 1 - place[0]) // self.mean_blocks
 
     def _final_scale(self, scale: Float32) -> Float32:
         """Rounded up to a power of two."""

@@ -149,8 +149,8 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
         shipped_long_fp8_forward_configs,
     )
     from hopper.forward.tilings import shipped_forward_configs, shipped_plain_configs
-    from hopper.mean.config import shipped_value_mean_configs
-    from hopper.quantize.config import shipped_quantize_configs
+    from hopper.mean.config import shipped_run_means_configs, shipped_value_mean_configs
+    from hopper.quantize.config import shipped_long_quantize_configs, shipped_quantize_configs
     from hopper.transpose.config import shipped_transpose_configs
     from hopper.widen.config import WidenConfig
     from hopper_attention._kernels import ARCH
@@ -165,7 +165,9 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
         *shipped_fp8_forward_configs(two_level=True),
         *shipped_exact_lse_configs(),
         *shipped_quantize_configs(),
+        *shipped_long_quantize_configs(),
         *shipped_value_mean_configs(),
+        *shipped_run_means_configs(),
         *shipped_transpose_configs(),
         WidenConfig(),
         *shipped_backward_kernels(),

@@ -41,7 +41,7 @@ from hopper.backward.config import BackwardConfig
 from hopper.compile import COMPILERS, module_of
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
-from hopper.mean.config import ValueMeanConfig
+from hopper.mean.config import RunMeansConfig, ValueMeanConfig
 from hopper.mla.config import MlaConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper.sources import sources_of
@@ -230,7 +230,9 @@ def get_backward(config: BackwardConfig | AmpereBackwardConfig | BackwardStep) -
     return _cache_in(folder_of(config)).get(config)
 
 
-def get_quantize(config: QuantizeConfig | ValueMeanConfig | TransposeConfig | WidenConfig) -> Kernel:
+def get_quantize(
+    config: QuantizeConfig | ValueMeanConfig | RunMeansConfig | TransposeConfig | WidenConfig,
+) -> Kernel:
     """What makes FP8 operands, ready to be called: the quantizer, what finds the mean of V, transposes V, or makes
     codes wider; see ``hopper.compile``."""
     return _cache_in(folder_of(config)).get(config)

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces, no_floats, unit_scales, work_memory
+from hopper_attention.fp8_in_runs import InRunsLauncher
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
 from hopper_attention.fused_again import FusedCalls
 from hopper_attention.launch import at_once, value_mean
@@ -168,6 +170,13 @@ def leaves_work_to_pytorch(quantization: Fp8Quantization) -> bool:
     return quantization.smooth_k or quantization.rotate_v
 
 
+def blocks_of_a_mean(attention: Fp8HopperLauncher | Fp8ForwardConfig, quantization: Fp8Quantization) -> int:
+    """Of V, that lose a mean of their own where this kernel attends, with ``block_k`` as a number; 0 where all lose the
+    same."""
+    has_own = attention.partial_words > 0 and quantization.smooth_v
+    return attention.mean_blocks if has_own and quantization.block_k == attention.tile_n else 0
+
+
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def find_at_once(
     shapes: Shapes,
@@ -181,12 +190,13 @@ def find_at_once(
     two_level: bool,
     exact_lse: bool,
     without_lse: bool,
-) -> AtOnceLauncher | None:
+) -> AtOnceLauncher | InRunsLauncher | None:
     """What serves a call with q, k and v like these, which are checked.
 
     None where PyTorch has a part in it: the kernel does not quantize the tensors, or something else than the FP8 kernel
-    attends to them, or V is rotated, which is undone in the output, or K loses its mean, which is in the LSE.
-    With ``exact_lse`` the quantizer stores Q and K in 16 bits.
+    attends to them, or V is rotated, which is undone in the output, or K loses its mean, which is in the LSE. Nor where
+    the kernel adds keys up in runs, and V has no mean for each. With ``exact_lse`` the quantizer stores Q and K in 16
+    bits.
 
     Raises:
         ValueError, TypeError: q, k and v do not make a problem, or ``backend`` cannot run it.
@@ -218,8 +228,10 @@ def find_at_once(
     )
     strides_8 = (new_layout(shape)[1] for shape in shapes[:2])
     attention = find_fp8_launch(problem, *strides_8, q.device, backend)
-    if not isinstance(attention, Fp8HopperLauncher) or attention.partial_words:
+    if not isinstance(attention, Fp8HopperLauncher):
         return None
+    if attention.partial_words:
+        return _in_runs(quantizer, attention, v, c, window) if blocks_of_a_mean(attention, c) else None
     rows = shape.batch, shape.heads, shape.seqlen_q
     out = Piece((shape.batch, shape.seqlen_q, shape.heads, shape.head_dim_v), q.dtype)
     rows_q = block_q if block_q < shape.seqlen_q else ALL_ROWS
@@ -228,3 +240,23 @@ def find_at_once(
         finder = value_mean.find_for(v.dtype, shape.batch, shape.kv_heads, shape.head_dim_v, v.device)
     options = pieces, out.facts, Piece(rows).facts, c.seed, rows_q, window
     return AtOnceLauncher(attention.device_index, quantizer, finder, attention, *options)
+
+
+def _in_runs(
+    quantizer: QuantizeLauncher,
+    attention: Fp8HopperLauncher,
+    v: TensorSpec,
+    quantization: Fp8Quantization,
+    window: Sides,
+) -> InRunsLauncher:
+    """``find_at_once`` for a kernel with runs; ``quantizer`` is that of a mean for all keys."""
+    c, (_, seqlen_k, _, head_dim_v) = quantizer.config, v.shape
+    options = quantization, v.device, c.wide_codes, attention.mean_blocks
+    return InRunsLauncher(
+        attention.device_index,
+        find_launch(v.dtype, c.head_dim, head_dim_v, seqlen_k, *options),
+        value_mean.find_of_runs(v.dtype, tuple(v.shape), attention.mean_blocks, c.block_k, v.device),
+        attention,
+        quantization.seed,
+        window,
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.quantize.config import QuantizeConfig
 from hopper_attention import checks, fp8_rules
 from hopper_attention.backends import Choice, Target, target_of
@@ -15,7 +16,7 @@ from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import Plan, cast_by_autocast, describe_window, imagined_target
 from hopper_attention.features import is_full, is_given, resolve_packed_mask
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
-from hopper_attention.fp8_at_once import leaves_work_to_pytorch
+from hopper_attention.fp8_at_once import blocks_of_a_mean, leaves_work_to_pytorch
 from hopper_attention.fp8_pays import describe_gain
 from hopper_attention.fp8_rules import Fp8Problem
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
@@ -145,7 +146,11 @@ def explain_fp8(
         is_alone = not (leaves_work_to_pytorch(chosen) or needs_gradient(q, k, v))
         is_alone = is_alone and is_full(window_size) and not is_given(attention_chunk, 0)
         widens = is_alone and exact_lse and attention.backend == "hopper"
-        config = select_quantize_config(q.dtype, *head_dims, k.shape[1], chosen, widens)
+        of_kernel = attention.config
+        mean_blocks = 0
+        if is_alone and isinstance(of_kernel, Fp8ForwardConfig):
+            mean_blocks = blocks_of_a_mean(of_kernel, chosen)
+        config = select_quantize_config(q.dtype, *head_dims, k.shape[1], chosen, widens, mean_blocks)
     return Fp8Plan(
         quantizer="torch" if reason else "fused",
         quantizer_reason=reason or f"{target.name} has compute capability 9.0",

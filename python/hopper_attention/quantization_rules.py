@@ -39,6 +39,7 @@ from cute_kernels.problem import MAX_HEAD_DIM
 from hopper.mean.config import (
     CHANCE,
     E4M3_BITS,
+    FAR_VARIANCES,
     GROUPS,
     MOST_KEPT,
     MOST_LEFT,
@@ -301,12 +302,60 @@ def worth_subtracting(
     which so many keys were looked at, an int, or (b, 1, 1). The values begin with ``first``, float32 (b, hk, d)."""
     mean = _robust_mean(means)
     squared = _median_of_numbers(variances).squeeze(1).nan_to_num()
-    exponent = (squared.frexp().exponent - 1).div(2, rounding_mode="floor") + STEP_EXPONENT
-    step = torch.ldexp(torch.ones_like(squared), exponent)
-    rounded = torch.where(squared >= SMALLEST_NORMAL, (mean / step).round() * step, mean)
+    rounded = _on_the_grid(mean, squared)
     is_chance = mean * mean * keys < CHANCE**2 * squared
     stays = is_chance | _is_kept(rounded, first, squared, keys, is_chance) | ~rounded.isfinite()
     return _sparing_the_first(torch.where(stays, 0.0, rounded), first, squared, keys)
+
+
+def _on_the_grid(mean: torch.Tensor, squared: torch.Tensor) -> torch.Tensor:
+    """A mean rounded to a multiple of the step of values of such a variance; itself if that is 0."""
+    exponent = (squared.frexp().exponent - 1).div(2, rounding_mode="floor") + STEP_EXPONENT
+    step = torch.ldexp(torch.ones_like(squared), exponent)
+    return torch.where(squared >= SMALLEST_NORMAL, (mean / step).round() * step, mean)
+
+
+def means_of_runs(v: torch.Tensor, run: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What runs of keys of v (b, s, hk, d) lose, each for itself, where the kernel adds P V up in runs.
+
+    FP8 WGMMA cuts off what is small against the sum that it is added to, and a mean that is left makes a sum of one
+    sign. The kernel notes the sums of P of runs of ``run`` keys, counted from ``end`` back, which may lie behind the
+    last key, so that it can add what each has lost.
+
+    That is ``mean_worth_subtracting``, of groups of runs in place of segments, for all runs whose mean lies close to
+    it. One that lies far away loses its own: far is so many standard errors that it is not by chance, and sums of one
+    sign do not lose much where it is closer. Of the run with the first key, where it has a mean of its own, that leaves
+    the first value exact.
+
+    Returns:
+        float32 (b, runs, hk, d), the run of the last keys first, and int32 (b, hk): 1 for the heads with a run that
+        does not lose what all do.
+    """
+    runs, first = -(-end // run), v[:, 0].float()
+    bounds = [(max(end - (number + 1) * run, 0), end - number * run) for number in range(runs)]
+    segments = [_segments(v[:, start:stop], samples=False) for start, stop in bounds]
+    means = torch.stack([torch.where(m.isnan().all(1), math.nan, _robust_mean(m)) for m, _ in segments], 1)
+    variances = torch.stack([_median_of_numbers(x).squeeze(1).nan_to_num() for _, x in segments], 1)
+    groups = min(runs, GROUPS)
+    parts = [slice(g * runs // groups, (g + 1) * runs // groups) for g in range(groups)]
+    joined, missing = [], (0, 0, 0, 0, 0, GROUPS - groups)
+    for x in (means, variances):
+        of_groups = torch.stack([_mean_of_numbers(x[:, part], means[:, part]) for part in parts], 1)
+        joined.append(pad(of_groups, missing, value=math.nan))
+    of_all = worth_subtracting(joined[0], joined[1], first, v.shape[1])
+    keys = v.new_tensor([min(stop, v.shape[1]) - start for start, stop in bounds], dtype=torch.float32)
+    distance = means - of_all[:, None]
+    is_far = distance * distance * keys[:, None, None] > FAR_VARIANCES * variances
+    lost = of_all[:, None] + torch.where(is_far, _on_the_grid(distance, variances), 0.0)
+    last = _sparing_the_first(lost[:, -1], first, variances[:, -1], keys[-1])
+    lost[:, -1] = torch.where(is_far[:, -1], last, lost[:, -1])
+    return lost, is_far.any(-1).any(1).int()
+
+
+def _mean_of_numbers(x: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
+    """That of x over dimension 1 where ``means`` are numbers; NaN without any."""
+    counts = ~means.isnan()
+    return torch.where(counts, x, 0.0).sum(1) / counts.sum(1)
 
 
 def _is_kept(
@@ -338,14 +387,14 @@ def _sparing_the_first(
     return torch.where(left * left * keys < most * squared, exact, mean)
 
 
-def _segments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the variance of x (b, s, hk, d) over each segment of the keys, or a quarter of it: float32 (b,
-    GROUPS, hk, d), both NaN where one of them is not finite, and behind the last. Differences from the first key are
-    added up, which cancels less."""
+def _segments(x: torch.Tensor, samples: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean and the variance of x (b, s, hk, d) over each segment of the keys, or a quarter of it, where it
+    ``samples``, by default as many keys as these ask for: float32 (b, GROUPS, hk, d), both NaN where one of them is not
+    finite, and behind the last. Differences from the first key are added up, which cancels less."""
     groups, length = groups_of(x.shape[1])
     segments = x[:, : groups * length].unflatten(1, (groups, length))
     first = segments[:, :, 0].float()
-    if is_sampled(x.shape[1]):
+    if is_sampled(x.shape[1]) if samples is None else samples:
         segments = segments[:, :, keys_looked_at(torch.arange(length, device=x.device), length)]
     differences = segments - first.unsqueeze(2)
     shift = differences.mean(2)

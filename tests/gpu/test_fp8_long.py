@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,9 @@ from hopper.forward.fp8.tilings import RUNLESS_KEYS
 from hopper_attention import flash_attn_fp8_func, flash_attn_quantized_func, quantize_qkv
 from hopper_attention.fp8_rules import select_config
 from hopper_attention.launch.fp8 import problem_of
+from hopper_attention.launch.value_mean import find_of_runs
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, restore_values
+from hopper_attention.quantization_rules import means_of_runs
 from hopper_attention.reference import attention_naive
 from tests.gpu.test_fp8 import allowed_error, oracle_of, rms
 from tests.hopper.fp8_errors import emulate
@@ -22,8 +26,17 @@ VALUES = {
     "N(1, 1)": lambda v: v + 1,
     "lognormal": torch.exp,
     "squares": lambda v: v.clamp(min=0).square(),
-    "a mean from 0 to 2": lambda v: v + torch.linspace(0, 2, v.shape[1], device="cuda")[:, None, None],
+    "a mean from 0 to 2": lambda v: v + 2 * share_of_keys(v),
+    "a mean from 0 to 8": lambda v: v + 8 * share_of_keys(v),
+    "lognormal, and a mean from 0 to 2": lambda v: v.exp() + 2 * share_of_keys(v),
+    "a mean of 2 in the last quarter": lambda v: v + 2 * (share_of_keys(v) > 0.75),
+    "a mean of 2 sin, three periods": lambda v: v + 2 * torch.sin(6 * math.pi * share_of_keys(v)),
+    "-1 in one half, 1 in the other": lambda v: v + torch.where(share_of_keys(v) < 0.5, -1.0, 1.0),
 }
+
+
+def share_of_keys(v: Tensor) -> Tensor:
+    return torch.linspace(0, 1, v.shape[1], device="cuda")[:, None, None]
 
 
 def draw(
@@ -68,16 +81,51 @@ def test_float16_and_the_lse(causal: bool) -> None:
     assert rms(out.double() - exact) < 0.04 * rms(exact) and (lse - exact_lse).abs().max() < 0.01
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("keys", "causal"), [(65_536, False), (20_011, True)])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("values", VALUES)
-def test_sums_of_values_of_any_kind(values: str, head_dim: int) -> None:
-    """64k keys that all count: within 1.5 of the error of sums in float32."""
-    q, k, v = draw(256, 65_536, head_dim)
+def test_sums_of_values_of_any_kind(values: str, head_dim: int, keys: int, causal: bool) -> None:
+    """Keys that all count: within 1.5 of the error of sums in float32."""
+    q, k, v = draw(1000 if causal else 256, keys, head_dim)
     tensors = [x.bfloat16() for x in (q, k, VALUES[values](v))]
-    exact, _ = attention_naive(*tensors)
-    outs = [flash_attn_fp8_func(*tensors, two_level_accumulation=two_level) for two_level in (False, True)]
+    exact, _ = attention_naive(*tensors, causal=causal)
+    outs = [
+        flash_attn_fp8_func(*tensors, causal=causal, two_level_accumulation=two_level)
+        for two_level in (False, True)
+    ]
     error, of_float32 = (rms(out.double() - exact) for out in outs)
     assert error < 1.5 * of_float32
+
+
+@pytest.mark.parametrize("keys", [RUNLESS_KEYS + 1, 66_001])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_means_of_runs_are_those_of_the_twin(head_dim: int, keys: int) -> None:
+    """Of two heads one has a mean that changes."""
+    v = draw(1, keys, head_dim, batch=2)[2] + 1
+    v[:, keys // 3 :, 1, ::3] += 1
+    v[:, 5, :, 1] = math.nan
+    v = v.bfloat16()
+    found = find_of_runs(v.dtype, tuple(v.shape), 16, 128, v.device)(v)
+    means, changes = means_of_runs(v, 2048, -(-keys // 128) * 128)
+    assert torch.equal(found.changes.amax(-1), changes) and changes.tolist() == [[0, 1]] * 2
+    # They add up in another order, which may move what is rounded by a step of 1/64.
+    assert (found.means == means).float().mean() > 0.99 and (found.means - means).abs().max() < 2.0**-5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_tile_where_a_mean_changes(causal: bool) -> None:
+    """Each has the bits that it has in a call of its own, whatever was noted in its place before."""
+    q, k, v = draw(20_011, 20_011, 128, 2, 1)
+    v = v + 2 * torch.sin(9 * share_of_keys(v))
+    options = {"quantization": Fp8Quantization(block_q=1), "causal": causal}
+    whole = flash_attn_fp8_func(*(x.bfloat16() for x in (q, k, v)), **options)
+    for head in range(2):
+        of_head = [x.bfloat16() for x in (q[:, :, head : head + 1].contiguous(), k, v)]
+        assert torch.equal(flash_attn_fp8_func(*of_head, **options)[:, :, 0], whole[:, :, head])
+    tensors = [x.bfloat16() for x in (q, k, v)]
+    expected = flash_attn_fp8_func(*tensors, two_level_accumulation=True, **options)
+    off = (whole.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    assert off.max() < 0.3 and rms(whole.double() - expected.double()) < 0.05 * rms(expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])

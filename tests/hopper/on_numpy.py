@@ -320,8 +320,9 @@ def fp8_forward_on_numpy(
     softmax_scale: float,
     timing: Timing = AT_ONCE,
     sides: tuple[int, ...] = (),
+    runs: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as the FP8 kernel leaves them, given a mean of V where a launch gives it; ``sides`` of its window."""
+    """out and lse as the FP8 kernel leaves them; ``sides`` of its window, ``runs`` those of ``MeansOfRuns``."""
     c, q, k, v = config, parts.q, parts.k, parts.v
     if c.v_rows:
         v_map = row_map(v.row_major().data, c.tile_n, c.head_dim_v)
@@ -330,12 +331,8 @@ def fp8_forward_on_numpy(
         v_map = tile_map(vt, (3, 2, 1, 0), c.head_dim_v, c.tile_n)
     q8, k8 = (x.data.to(WIDE_CODES) if c.wide_codes else x.data for x in (q, k))
     arguments, out, lse = _forward_arguments(config, q.data, v.shape[3], parts.dtype)
-    arguments.values[:4] = (
-        row_map(q8, WARPGROUP_ROWS, c.head_dim),
-        row_map(k8, c.tile_n, c.head_dim),
-        v_map,
-        row_map(out, WARPGROUP_ROWS, c.head_dim_v),
-    )
+    of_q, of_o = (row_map(x, WARPGROUP_ROWS, d) for x, d in ((q8, c.head_dim), (out, c.head_dim_v)))
+    arguments.values[:4] = of_q, row_map(k8, c.tile_n, c.head_dim), v_map, of_o
     v_scales = v.scale, torch.ones(*v.scale.shape[:2], 1)
     mean_v = parts.mean_v if adds_mean(parts) else torch.empty(*v.scale.shape[:2], 0)
     for scale in (q.scale, k.scale, *v_scales[:: -1 if v.scale.shape[2] == 1 else 1], mean_v):
@@ -343,7 +340,10 @@ def fp8_forward_on_numpy(
     (arguments.divisors if c.has_short_beginnings else arguments.add)(min(q.block, ALL_ROWS))
     arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     if c.run_blocks:  # of whose memory nobody may read what was there before
+        means, changes = runs or (mean_v[:, :0, None], torch.zeros(len(mean_v), 0, 4, dtype=torch.int32))
         arguments.tensor(torch.full((c.partial_words,), -1, dtype=torch.int32), (c.partial_words,), ())
+        for x, n in ((means, 4), (changes, 2), (torch.full((c.note_floats * means.shape[1],), math.nan), 1)):
+            arguments.tensor(x, tuple(x.shape[:n]), x.stride()[:-1])
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
     asked = (q.data, k.data, v.row_major().data) if c.asks_early else ()

@@ -16,10 +16,12 @@ from hopper.forward.fp8.tilings import (
     shipped_long_fp8_forward_configs,
     with_runs,
 )
+from hopper_attention.reference import attention_naive
 from tests.hopper import test_half_scores, test_lagging_softmax
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 from tests.hopper.test_half_scores import BLOCKS, over_a_flat_tail
 from tests.hopper.test_lagging_softmax import (  # noqa: F401  (pytest runs those cases here too, with the config below)
+    DIM,
     LATE,
     SCALE,
     TILE,
@@ -54,13 +56,41 @@ def with_runs_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("blocks", [1, 2, 3, 64])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 8, 64])
 def test_runs_of_any_length(blocks: int, causal: bool) -> None:
     """Tiles of which some end in a run and some in the first, one behind the other."""
     parts = quantized(*draw(5 * TILE + 7, 7 * TILE + 13))
     expected, lse = fp8_forward_on_numpy(config_of(causal, blocks=0), parts, SCALE, LATE)
     found, same_lse = fp8_forward_on_numpy(config_of(causal, blocks=blocks), parts, SCALE, LATE)
     assert torch.equal(lse, same_lse) and relative(found, expected.double()) < 2.0**-9
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("blocks", [1, 4, 8])
+@pytest.mark.parametrize(
+    "seqlens", [(5 * TILE + 7, 7 * TILE + 13), (2 * TILE, 8 * TILE), (8 * TILE - 1, 8 * TILE)]
+)
+def test_runs_without_a_mean_each(seqlens: tuple[int, int], blocks: int, causal: bool) -> None:
+    """As V with these means added, wherever a tile begins: under a mask, too, and in the middle of a run."""
+    seqlen_k = seqlens[1]
+    parts = quantized(*draw(*seqlens))
+    tiles = -(-seqlen_k // TILE)
+    config = config_of(causal, blocks=blocks)
+    run = (tiles - 1 - torch.arange(seqlen_k) // TILE) // config.mean_blocks
+    generator = torch.Generator().manual_seed(1)
+    means = 8 * torch.randn(1, int(run.max()) + 1, 1, DIM, generator=generator)
+    q, k, v = dequantized(parts)
+    exact, _ = attention_naive(q, k, v + means[:, run], causal=causal)
+    changed = replace(parts, mean_v=means[:, -1].contiguous())
+    changes = torch.tensor([[[0, 0, 0, 1]]], dtype=torch.int32)
+    out, _ = fp8_forward_on_numpy(config, changed, SCALE, LATE, runs=(means, changes))
+    # P is rounded, its sum is not.
+    allowed = 0.06 * attention_naive(q, k, (v + means[:, run]).abs(), causal=causal)[0]
+    assert bool(((out.double() - exact).abs() <= allowed).all()) and relative(out, exact) < 0.03
+    # Nothing is read of means of a head that has no changes.
+    means[:] = float("nan")
+    out, _ = fp8_forward_on_numpy(config, parts, SCALE, LATE, runs=(means, 0 * changes))
+    assert torch.equal(out, fp8_forward_on_numpy(config, parts, SCALE, LATE)[0])
 
 
 @pytest.mark.parametrize("octaves", [10.0, 13.0])
@@ -82,7 +112,7 @@ def test_which_problems_have_runs(head_dim: int, causal: bool) -> None:
         assert config in shipped_long_fp8_forward_configs() and config.name.endswith(
             f"runs{config.run_blocks}"
         )
-        assert RUN_KEYS - config.tile_n < config.run_blocks * config.tile_n <= RUN_KEYS
+        assert RUN_KEYS - 4 * config.tile_n < config.run_blocks * config.tile_n <= RUN_KEYS
     assert not select(RUNLESS_KEYS, half_scores=True).run_blocks
     for other in ({"half_scores": False}, {"half_scores": True, "window": True}, {"two_level": True}):
         assert not select(2**30, **other).run_blocks

@@ -115,6 +115,24 @@ def test_warps_that_run_ahead_change_nothing(config: QuantizeConfig) -> None:
         assert find_differences(config, draw(config, 1, (300, 500), (3, 1)), ctas, by_warp=True) == []
 
 
+@pytest.mark.parametrize(("blocks", "seqlen_k"), [(2, 223), (1, 64), (3, 300)])
+def test_runs_of_blocks_lose_a_mean_each(blocks: int, seqlen_k: int) -> None:
+    """Counted from the last block of V back."""
+    config = replace(D64, smooth_k=False, smooth_v=True, rotate_v=False, mean_blocks=blocks)
+    q, k, v = draw(config, 2, (70, seqlen_k), (2, 2))
+    last = -(-seqlen_k // config.block_k) - 1
+    run = (last - torch.arange(seqlen_k) // config.block_k) // blocks
+    generator = torch.Generator().manual_seed(0)
+    means = torch.randn(2, int(run.max()) + 1, 2, config.head_dim_v, generator=generator)
+    nothing = torch.empty(0)
+    given = Means(nothing, means.flatten(0, 1).contiguous())
+    (_, _, vt8), (_, _, scale) = quantize_on_numpy(config, q, k, v, 7, given, 5)
+    c = Fp8Quantization(block_q=config.block_q, block_k=config.block_k, smooth_v=False, seed=7)
+    twin = quantize_by_torch(q, k, v.float() - means[:, run], c, Means(nothing, nothing))[2]
+    assert np.array_equal(vt8, twin.data.view(torch.uint8).numpy().reshape(-1))
+    assert np.array_equal(scale, twin.scale.view(torch.int32).numpy().reshape(-1))
+
+
 def test_each_row_of_q_has_a_scale() -> None:
     config = ROWS_OF_Q[0]
     assert config.scales_rows and not D64.scales_rows
@@ -224,6 +242,9 @@ def test_shipped_configs_are_what_default_options_ask_for() -> None:
         ({"block_q": 2}, "block_q is 2, allowed: 1 or multiples of 32 from 32 to 256"),
         ({"block_k": 1}, "block_k is 1, allowed: multiples of 32 from 32 to 256"),
         ({"block_k": 48}, "block_k is 48, allowed: multiples of 32 from 32 to 256"),
+        ({"mean_blocks": -1}, "mean_blocks is -1, allowed: 0, or more with smooth_v, not packed"),
+        ({"mean_blocks": 2, "smooth_v": False}, "mean_blocks is 2, allowed: 0, or more with smooth_v"),
+        ({"mean_blocks": 2, "smooth_v": True, "layout": "varlen"}, "mean_blocks is 2, allowed"),
         ({"layout": "varlen", "wide_codes": True}, "wide_codes is True, allowed for packed sequences: False"),
         (
             {"head_dim": 256, "block_q": 256},

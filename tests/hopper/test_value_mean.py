@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from hopper.mean.config import (
+    COLUMNS,
     GROUPS,
+    MOST_PARTS,
     RUN,
     RUNS,
+    RunMeansConfig,
     ValueMeanConfig,
     count_mean_ctas,
     groups_of,
@@ -23,14 +26,15 @@ from hopper.mean.config import (
     run_of,
     sample_size,
     select_value_mean_config,
+    shipped_run_means_configs,
     shipped_value_mean_configs,
     sorting_pairs,
     validate_value_mean_config,
 )
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.packed_quantization import packed_mean_worth_subtracting
-from hopper_attention.quantization_rules import keys_looked_at, mean_worth_subtracting
-from tests.compile_pool import assert_small
+from hopper_attention.quantization_rules import keys_looked_at, mean_worth_subtracting, means_of_runs
+from tests.compile_pool import assert_small, usage_of_each
 from tests.cute_kernels.packing import Packing
 from tests.hopper.on_numpy import Arguments, program_of
 from tests.hopper.test_fp8_packed import lengths_of
@@ -48,6 +52,29 @@ def mean_on_numpy(v: Tensor, cluster: int) -> Tensor:
     grid = count_mean_ctas(batch, heads, columns, cluster), 1, 1
     arguments.launch(program_of(config), grid, cluster=cluster)
     return mean
+
+
+def means_on_numpy(v: Tensor, run: int, end: int, cluster: int) -> tuple[Tensor, Tensor]:
+    (batch, _, heads, columns), runs = v.shape, -(-end // run)
+    statistics = torch.full((2, batch, runs, heads, columns), math.nan)
+    means = torch.full((batch, runs, heads, columns), math.nan)
+    changes = torch.full((batch, heads, MOST_PARTS), -1, dtype=torch.int32)
+    arguments = Arguments()
+    arguments.tensor(v, tuple(v.shape), v.stride()[:-1])
+    arguments.tensor(statistics, tuple(statistics.shape)[1:], statistics.stride()[:-1])
+    arguments.add(runs, run, end)
+    config = ValueMeanConfig(DTYPE_NAMES[v.dtype], cluster, of_runs=True)
+    grid = count_mean_ctas(batch * runs, heads, columns, cluster), 1, 1
+    arguments.launch(program_of(config), grid, cluster=cluster)
+    arguments = Arguments()
+    arguments.tensor(v, tuple(v.shape), v.stride()[:-1])
+    arguments.tensor(statistics, tuple(statistics.shape)[1:], statistics.stride()[:-1])
+    arguments.tensor(means, tuple(means.shape), means.stride()[:-1])
+    arguments.tensor(changes, (batch, heads), changes.stride()[:-1])
+    arguments.add(run, end)
+    config = RunMeansConfig(DTYPE_NAMES[v.dtype])
+    arguments.launch(program_of(config), (-(-columns // COLUMNS), heads, batch))
+    return means, changes
 
 
 def draw(batch: int, keys: int, heads: int, columns: int) -> Tensor:
@@ -112,6 +139,34 @@ def test_packed_sequences_have_what_each_has_by_itself(used: dict[str, tuple], c
         rows = packing.rows_k(i)
         alone = mean_worth_subtracting(v[None, rows]) if len(rows) else torch.zeros(1, 1, 16)
         assert torch.equal(found[i : i + 1], alone)
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "heads", "columns", "run", "end", "cluster"),
+    [(2, 1500, 2, 64, 512, 1536, 1), (1, 700, 1, 80, 512, 704, 8), (1, 1031, 1, 8, 256, 1152, 2)],
+)
+def test_means_of_runs(
+    batch: int, keys: int, heads: int, columns: int, run: int, end: int, cluster: int
+) -> None:
+    """Two columns of the last head have a mean that changes; another one has NaN."""
+    v = torch.randn(batch, keys, heads, columns, generator=torch.Generator().manual_seed(keys)) + 1
+    v[:, : keys // 2, -1, 2] -= 2.0
+    v[:, : keys // 3, -1, 3] += 1.0
+    v[:, 5, :, 4] = math.nan
+    v = v.bfloat16()
+    found, changes = means_on_numpy(v, run, end, cluster)
+    twin, twin_changes = means_of_runs(v, run, end)
+    assert torch.equal(found, twin) and torch.equal(changes.amax(-1), twin_changes)
+    assert twin_changes[:, -1].all() and not changes[:, :-1].any() and not changes[:, :, 1:].any()
+    same = found == found[:, :1]
+    assert same[:, :, :-1].all() and same[..., 5:].all() and not same[:, :, -1, 2].all()
+    for number in range(-(-end // run)):
+        first = max(end - (number + 1) * run, 0)
+        left = v[:, first : end - number * run].float() - found[:, number : number + 1]
+        few = left.shape[1] ** -0.5
+        assert (left[..., 2].mean(1).abs() < 12 * few).all()
+    first_left = v[:, 0, -1, 2].float() - found[:, -1, -1, 2]
+    assert torch.equal(first_left.to(torch.float8_e4m3fn).float(), first_left)
 
 
 def test_means_leave_of_the_first_value_what_e4m3_has() -> None:
@@ -183,6 +238,8 @@ def test_sorting_pairs_sort() -> None:
 
 def test_kernels_compile_without_spills() -> None:
     assert_small(COMPILED)
+    of_runs = shipped_run_means_configs()
+    assert all(usage.local_bytes == 0 for usage in usage_of_each(of_runs).values())
 
 
 def test_configs() -> None:
@@ -198,6 +255,7 @@ def test_configs() -> None:
         ({"dtype": "float32"}, "dtype is 'float32', allowed: float16, bfloat16"),
         ({"cluster": 3}, "cluster is 3, allowed: 1, 2, 8"),
         ({"layout": "paged"}, "layout is 'paged', allowed: dense, varlen"),
+        ({"layout": "varlen", "of_runs": True}, "of_runs is True, allowed for packed sequences: False"),
     ):
         with pytest.raises(ValueError, match=message):
             validate_value_mean_config(replace(COMPILED[0], **change))

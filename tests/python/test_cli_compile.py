@@ -26,8 +26,8 @@ from hopper.forward.fp8.tilings import (
     shipped_long_fp8_forward_configs,
 )
 from hopper.forward.tilings import shipped_forward_configs, shipped_plain_configs
-from hopper.mean.config import shipped_value_mean_configs
-from hopper.quantize.config import shipped_quantize_configs
+from hopper.mean.config import shipped_run_means_configs, shipped_value_mean_configs
+from hopper.quantize.config import shipped_long_quantize_configs, shipped_quantize_configs
 from hopper.transpose.config import shipped_transpose_configs
 from hopper.widen.config import WidenConfig
 from hopper_attention import cli_compile, compile_cache
@@ -47,7 +47,7 @@ def hopper_kernels() -> tuple[Any, ...]:
     fp8 = shipped_fp8_forward_configs() + shipped_long_fp8_forward_configs()
     fp8 += shipped_fp8_forward_configs(two_level=True)
     operands = *shipped_quantize_configs(), *shipped_value_mean_configs(), *shipped_transpose_configs()
-    operands += (WidenConfig(),)
+    operands += (*shipped_long_quantize_configs(), *shipped_run_means_configs(), WidenConfig())
     fp8 += shipped_exact_lse_configs()
     plain = shipped_forward_configs() + shipped_plain_configs()
     return (*plain, *fp8, *operands, *shipped_backward_kernels(), LaunchesConfig())

@@ -29,6 +29,15 @@ V_ROW_STAGES = 2
 OPERAND_ALIGNMENT = 1024
 """Bytes, in shared memory."""
 
+MEANS_OF_RUN = 4
+"""Means of V in a run, where they change."""
+
+RUN_FLOATS = 32
+"""Of each consumer beside its mean of V, with ``run_blocks``: 32 bytes of each warp (``MeansOfRuns``)."""
+
+NOTE_FLOATS = 2 * WARPGROUP_ROWS
+"""In global memory, that a consumer notes where it leaves a run of keys with a mean of its own."""
+
 MAX_PV_COLUMNS, PV_PART_COLUMNS = 128, 64
 """Columns of O up to which a second accumulator of its size finds registers, and how many there are in a part of P V
 where it does not."""
@@ -66,7 +75,7 @@ class Fp8ForwardConfig(ForwardConfig):
     number of e4m3, so that Q K^T is added up in float32 as well. With ``lowers_queries`` rows of Q are multiplied by
     powers of two first, so that scores in float16 serve any codes (``hopper.forward.fp8.lowered_queries``). With
     ``run_blocks`` O goes to a sum in global memory behind so many blocks, 0 for never
-    (``hopper.forward.fp8.partial_sums``).
+    (``hopper.forward.fp8.partial_sums``), and each ``mean_blocks`` of V may have lost a mean of their own.
     """
 
     output: str = "bfloat16"
@@ -77,6 +86,15 @@ class Fp8ForwardConfig(ForwardConfig):
     wide_codes: bool = False
     lowers_queries: bool = False
     run_blocks: int = 0
+
+    @property
+    def mean_blocks(self) -> int:
+        return max(self.run_blocks // MEANS_OF_RUN, 1)
+
+    @property
+    def note_floats(self) -> int:
+        """That a CTA notes for each mean of a head (``MeansOfRuns``)."""
+        return self.consumers * NOTE_FLOATS
 
     @property
     def partial_words(self) -> int:
@@ -189,7 +207,7 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def mean_bytes(self) -> int:
-        """A mean of V in float32 for each consumer."""
+        """A mean of V in float32 for each consumer. What ``MeansOfRuns`` keeps is little and lies beside barriers."""
         return 4 * self.consumers * self.head_dim_v
 
     def validate_precision(self) -> None:
@@ -236,6 +254,8 @@ def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
 def _validate_runs(config: Fp8ForwardConfig) -> None:
     """Of dense problems without a window alone: others have no memory for sums."""
     is_half = config.softmax is Softmax.HALF_SCORES
+    if config.run_blocks % config.mean_blocks:
+        raise ValueError(f"run_blocks is {config.run_blocks}, allowed: multiples of {MEANS_OF_RUN}, or less")
     if config.run_blocks < 0 or not (is_half and config.is_plain) or config.v_rows or config.lowers_queries:
         raise ValueError(
             f"run_blocks is {config.run_blocks}, allowed: 0, or more with softmax 'half', V transposed and nothing else"

@@ -2,12 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
 from cute_kernels.fast_math import pin
-from cute_kernels.integers import maximum
+from cute_kernels.integers import ceil_div, divide, maximum
 from cute_kernels.key_blocks import KeyBlocks
 from cute_kernels.score_tile import ScoreTile
 from hopper.forward.consumer import Consumer
@@ -134,13 +134,36 @@ class HalfScoresConsumer(LaggingConsumer):
     Only the first block of a tile takes a maximum whatever its P is.
     """
 
+    def attend(
+        self,
+        scores: ScoreTile,
+        blocks: KeyBlocks,
+        kv_state: PipelineState,
+        q_phase: Int32,
+        ending: TileEnding,
+    ) -> PipelineState:
+        if self.config.run_blocks:
+            self.output.means.begin_walk(divide(self._visited(scores, blocks.last), self.config.mean_blocks))
+        return super().attend(scores, blocks, kv_state, q_phase, ending)
+
     @cute.jit
     def _unmasked_blocks(
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
     ) -> PipelineState:
-        """In runs of so many blocks; what is left over comes last."""
+        """In runs of so many blocks."""
         if const_expr(self.config.run_blocks == 0):
             return LaggingConsumer._unmasked_blocks(self, scores, blocks, n_block, v_state)
+        if self.output.means.has_changes():
+            v_state = self._blocks_with_changes(scores, blocks, n_block, v_state)
+        else:
+            v_state = self._blocks_in_runs(scores, blocks, n_block, v_state)
+        return v_state
+
+    @cute.jit
+    def _blocks_in_runs(
+        self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
+    ) -> PipelineState:
+        """What is left over comes last."""
         runs = Int32(0)
         while n_block >= blocks.begin:
             first = maximum(blocks.begin, n_block + 1 - self.config.run_blocks)
@@ -151,6 +174,34 @@ class HalfScoresConsumer(LaggingConsumer):
         if runs > 0:
             self.output.join_runs()
         return v_state
+
+    @cute.jit
+    def _blocks_with_changes(
+        self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
+    ) -> PipelineState:
+        """Where means of V change. Runs are counted from the last block of the sequence, as means are."""
+        has_sums = Boolean(False)
+        while n_block >= blocks.begin:
+            if self._visited(scores, n_block) % self.config.run_blocks == 0:
+                self.output.end_run(has_sums)
+                has_sums = Boolean(True)
+            v_state = self._overlapped_block(scores, n_block, v_state, False)
+            n_block = n_block - 1
+        if has_sums:
+            self.output.join_runs()
+        return v_state
+
+    @cute.jit
+    def _note_change(self, scores: ScoreTile, n_block: Int32):
+        """Before a block that is not a tile's first: what O lacks, where the mean of V may change."""
+        visited = self._visited(scores, n_block)
+        if visited % self.config.mean_blocks == 0:
+            if self.output.means.has_changes():
+                self.output.note_change(divide(visited, self.config.mean_blocks))
+
+    def _visited(self, scores: ScoreTile, n_block: Int32) -> Int32:
+        """Blocks of the sequence behind one."""
+        return ceil_div(scores.mask.seqlens.seqlen_k, self.config.tile_n) - 1 - n_block
 
     def _queries_have_come(self):
         self.softmax.lower_queries()
@@ -178,6 +229,8 @@ class HalfScoresConsumer(LaggingConsumer):
     def _overlapped_block(
         self, scores: ScoreTile, n_block: Int32, v_state: PipelineState, is_masked: cutlass.Constexpr[bool]
     ) -> PipelineState:
+        if const_expr(self.config.run_blocks > 0):
+            self._note_change(scores, n_block)
         k_state = v_state.clone()
         k_state.advance()
         self._lagging_block(scores, n_block, (v_state, k_state), is_masked)

@@ -14,6 +14,7 @@ from hopper.forward.fp8.kv_source import (
     TransposingRows,
 )
 from hopper.forward.fp8.precision import BlockScaled
+from hopper.forward.fp8.scales import Runs
 from hopper.forward.kernel import ForwardKernel
 from hopper.forward.operands import PerOperand
 from hopper.forward.parts import KernelParts, LaunchOptions
@@ -85,11 +86,16 @@ class LongFp8ForwardKernel(Fp8ForwardKernel):
         block_k: Int32,
         softmax_scale: Float32,
         sums: cute.Tensor,
+        means: cute.Tensor,
+        changes: cute.Tensor,
+        notes: cute.Tensor,
         num_ctas: Int32,
         stream,
     ):
-        """Launch; ``sums`` are int32, ``partial_words`` of the config for each CTA."""
-        extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k, (sums,))
+        """Launch; ``sums`` are int32, ``partial_words`` of the config for each CTA, the others those of
+        ``MeansOfRuns``."""
+        runs = Runs(sums, means, changes, notes)
+        extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k, (runs,))
         tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
 

@@ -10,6 +10,7 @@ from cute_kernels.fast_math import exp2, pack, pin, reduce_by_threes, unpack
 from cute_kernels.fragments import COLUMNS_PER_GROUP, ROWS_PER_THREAD, as_rows
 from cute_kernels.integers import maximum
 from hopper.config import WARPGROUP_THREADS
+from hopper.forward.fp8.mean_v import MeansOfRuns
 from hopper.forward.fp8.softmax.stale_maximum import exponent_of
 from hopper.forward.output import Output
 
@@ -30,10 +31,20 @@ class PartialSumsOutput(Output):
     A thread's place is its own, so that nobody waits, and stays in L2.
     """
 
-    def __init__(self, first_thread: int, sums: cute.Tensor, *output: Any):
+    def __init__(self, first_thread: int, sums: cute.Tensor, means: MeansOfRuns, *output: Any):
         super().__init__(*output)
-        self.first_thread, self.sums = first_thread, sums
+        self.first_thread, self.sums, self.means = first_thread, sums, means
         self.vectors = self.config.head_dim_v // (GROUPS * COLUMNS_PER_GROUP)
+
+    def note_change(self, run: Int32):
+        """Between two blocks, the second of which is the first visited of a run whose mean may be another."""
+        self.means.note(self.softmax.row_sum, self.softmax.shift, run)
+
+    @cute.jit
+    def collect(self):
+        """After the last P V of a tile."""
+        if self.means.has_changes():
+            self.means.add(self.acc, self.softmax.shift, self.softmax.unit[0])
 
     @cute.jit
     def end_run(self, has_sums: Boolean):

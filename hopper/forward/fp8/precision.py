@@ -11,10 +11,10 @@ from cute_kernels.problem import VARLEN
 from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.consumer import Consumer
-from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.config import RUN_FLOATS, Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.consumers import HalfScoresConsumer, LaggingConsumer
 from hopper.forward.fp8.lowered_queries import LoweredQueries
-from hopper.forward.fp8.mean_v import MeanOfV
+from hopper.forward.fp8.mean_v import MeanOfV, MeansOfRuns
 from hopper.forward.fp8.partial_sums import PartialSumsOutput
 from hopper.forward.fp8.scales import SLOT_FLOATS, SLOTS_PER_STAGE, BlockScales, ScalePublisher
 from hopper.forward.fp8.softmax.eager import EagerSoftmax
@@ -51,7 +51,8 @@ class BlockScaled(SixteenBits):
 
     @property
     def mean_floats(self) -> int:
-        return self.config.mean_bytes // 4
+        c = self.config
+        return c.mean_bytes // 4 + (c.consumers * RUN_FLOATS if c.run_blocks else 0)
 
     @property
     def recomputes_addresses(self) -> bool:
@@ -74,13 +75,13 @@ class BlockScaled(SixteenBits):
             return LaggingSoftmax(*common, self._warp_scores(storage))
         return (EagerSoftmax if c.softmax is Softmax.EAGER else ExactSoftmax)(*common)
 
-    def make_output(
-        self, mmas: Mmas, part_mma: Any, sV: cute.Tensor, softmax: OnlineSoftmax, extras: tuple
-    ) -> Output:
-        for sums in BlockScales(*extras).sums:
-            return PartialSumsOutput(self._first_consumer, sums, self.config, mmas, sV, softmax)
+    def make_output(self, mmas: Mmas, part_mma: Any, consumer: Any) -> Output:
+        sV, softmax = consumer.operands.v.smem, consumer.softmax
+        for runs in BlockScales(*consumer.extras).runs:
+            own = self._first_consumer, runs.sums, consumer.correction
+            return PartialSumsOutput(*own, self.config, mmas, sV, softmax)
         if not self.config.two_level:
-            return super().make_output(mmas, part_mma, sV, softmax, extras)
+            return super().make_output(mmas, part_mma, consumer)
         return TwoLevelOutput(self.config, mmas, part_mma(self.config.pv_columns), sV, softmax)
 
     def make_scales(self, scale_log2: Float32, extras: tuple, storage: Any) -> ScalePublisher:
@@ -90,9 +91,12 @@ class BlockScaled(SixteenBits):
         )
 
     def make_correction(self, extras: tuple, storage: Any) -> MeanOfV:
-        c = self.config
-        memory = storage.means.get_tensor(cute.make_layout((c.head_dim_v, c.consumers)))
-        return MeanOfV(BlockScales(*extras).mean_v, memory, self._first_consumer, c.o_from_registers)
+        c, scales = self.config, BlockScales(*extras)
+        memory = storage.means.get_tensor(cute.make_layout((self.mean_floats // c.consumers, c.consumers)))
+        common = scales.mean_v, memory, self._first_consumer, c.o_from_registers
+        for runs in scales.runs:
+            return MeansOfRuns(*common, runs.means, runs.changes, runs.notes)
+        return MeanOfV(*common)
 
     @property
     def _first_consumer(self) -> int:

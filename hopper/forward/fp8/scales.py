@@ -35,6 +35,16 @@ def blocks_before(row: Int32, block: Int32 | cute.FastDivmodDivisorV2) -> Int32:
     return row // block
 
 
+class Runs(NamedTuple):
+    """Tensors of a kernel with ``run_blocks``: ``sums`` is the memory of ``PartialSumsOutput``, the others are those of
+    ``MeansOfRuns``."""
+
+    sums: cute.Tensor
+    means: cute.Tensor
+    changes: cute.Tensor
+    notes: cute.Tensor
+
+
 class BlockScales(NamedTuple):
     """Scales in global memory, float32, and how many rows share one.
 
@@ -43,7 +53,7 @@ class BlockScales(NamedTuple):
     ``mean_v`` (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) for none, is added then.
 
     Of packed sequences batch is 1 in the first three (``blocks_of_sequence``), and one more than the caller's in the
-    others, since rows of no sequence stand behind the last. ``sums`` has the memory of ``PartialSumsOutput``, or none.
+    others, since rows of no sequence stand behind the last. ``runs`` are there with ``run_blocks`` alone.
     """
 
     q: cute.Tensor
@@ -53,7 +63,7 @@ class BlockScales(NamedTuple):
     mean_v: cute.Tensor
     block_q: Int32 | cute.FastDivmodDivisorV2
     block_k: Int32
-    sums: tuple[cute.Tensor, ...] = ()
+    runs: tuple[Runs, ...] = ()
 
 
 @dataclass(frozen=True)

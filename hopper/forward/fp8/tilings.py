@@ -14,7 +14,7 @@ from hopper.config import (
     TWO_CONSUMERS_TRANSPOSING,
     WARPGROUP_ROWS,
 )
-from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.config import FP8_DTYPE, MEANS_OF_RUN, Fp8ForwardConfig, Softmax
 from hopper.forward.tilings import ANY_LENGTH, PACKED_SEQLEN, Tiling, tiling
 
 exact = partial(tiling, late_rescale=True)
@@ -308,7 +308,7 @@ def with_runs(config: Fp8ForwardConfig, seqlen_k: int) -> Fp8ForwardConfig:
     is_half = config.softmax is Softmax.HALF_SCORES and config.is_plain
     if seqlen_k <= RUNLESS_KEYS or not is_half or config.v_rows or config.lowers_queries:
         return config
-    return replace(config, run_blocks=RUN_KEYS // config.tile_n)
+    return replace(config, run_blocks=RUN_KEYS // (MEANS_OF_RUN * config.tile_n) * MEANS_OF_RUN)
 
 
 def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:

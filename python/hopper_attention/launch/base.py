@@ -77,6 +77,13 @@ def no_vectors(batch: int, heads: int, device: torch.device) -> Tensor:
     return make_apart(lambda: torch.empty_strided(shape, strides, dtype=torch.float32, device=device))
 
 
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def no_runs(batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Means of no runs, float32 (batch, 0, 1, 16), and changes of no heads, int32 (batch, 0, 4)."""
+    means = make_apart(lambda: torch.empty(batch, 0, 1, 16, dtype=torch.float32, device=device))
+    return means, make_apart(lambda: torch.empty(batch, 0, 4, dtype=torch.int32, device=device))
+
+
 def without_rows(lse: Tensor) -> Tensor:
     """What operators return in place of an ``lse`` that nobody wants: a new tensor (..., 0)."""
     return lse.new_empty((*lse.shape[:-1], 0))

@@ -26,6 +26,7 @@ from hopper_attention.launch.base import (
     ResultSpec,
     count_ctas,
     index_of,
+    no_runs,
     no_vectors,
 )
 from hopper_attention.launch.forward import NO_PLAN, run_forward
@@ -120,8 +121,8 @@ class Fp8HopperLauncher(Launcher):
 
     ``repairs`` is empty, or what q and k each need before the kernel can address them. ``block_k`` are the keys that
     share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows, ``has_window`` that it takes the
-    sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them. ``partial_words`` are those of its
-    config.
+    sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them. ``partial_words``,
+    ``note_floats``, ``mean_blocks`` and ``tile_n`` are those of its config.
     """
 
     kernel: Kernel
@@ -134,6 +135,9 @@ class Fp8HopperLauncher(Launcher):
     has_window: bool = False
     widens: bool = False
     partial_words: int = 0
+    note_floats: int = 0
+    mean_blocks: int = 0
+    tile_n: int = 0
 
     def __call__(
         self,
@@ -174,15 +178,20 @@ class Fp8HopperLauncher(Launcher):
         rows_q: int,
         softmax_scale: float,
         window: Sides,
+        runs: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Queue the kernel on q, k, v, out and lse, with the scales of the first three, ``unit_scales`` and the mean of
-        V, all as it reads them. ``rows_q`` rows of Q share a scale."""
+        V, all as it reads them. ``rows_q`` rows of Q share a scale. ``runs`` are what ``means_of_runs`` gives, where V
+        has lost that."""
         counter = device_memory.tile_counter(self.device_index)
         of_call = self.arguments(tensors, counter, scales, mean, rows_q, softmax_scale, window)
         if self.partial_words:
-            place = f"cuda:{self.device_index}"
-            sums = torch.empty(self.num_ctas * self.partial_words, dtype=torch.int32, device=place)
-            of_call = *of_call[:-1], sums, of_call[-1]
+            batch, device = tensors[0].shape[0], tensors[0].device
+            sums = torch.empty(self.num_ctas * self.partial_words, dtype=torch.int32, device=device)
+            means, changes = no_runs(batch, device) if runs is None else runs
+            of_notes = self.num_ctas * self.note_floats * means.shape[1]
+            notes = torch.empty(of_notes, dtype=torch.float32, device=device)
+            of_call = *of_call[:-1], sums, means, changes, notes, of_call[-1]
         self.kernel(*of_call)
 
     def arguments(
@@ -195,7 +204,7 @@ class Fp8HopperLauncher(Launcher):
         softmax_scale: Any,
         window: Sides,
     ) -> tuple[Any, ...]:
-        """What the kernel takes, in its order, but for memory of ``partial_words``."""
+        """What the kernel takes, in its order, but for what runs ask for."""
         q_scale, k_scale, v_scale, o_scale = scales
         if self.block_k == ALL_ROWS:
             # A lone scale is a factor of the output, whatever its sign.
@@ -481,4 +490,7 @@ def find(
         has_window=config.window,
         widens=config.wide_codes,
         partial_words=config.partial_words,
+        note_floats=config.note_floats,
+        mean_blocks=config.mean_blocks,
+        tile_n=config.tile_n,
     )

@@ -130,8 +130,9 @@ def select_quantize_config(
     seqlen_k: int,
     quantization: Fp8Quantization,
     wide_codes: bool = False,
+    mean_blocks: int = 0,
 ) -> QuantizeConfig:
-    """The config of the fused quantizer; ``wide_codes`` is that of a ``QuantizeConfig``.
+    """The config of the fused quantizer; ``wide_codes`` and ``mean_blocks`` are those of a ``QuantizeConfig``.
 
     Raises:
         ValueError: there is none.
@@ -147,6 +148,7 @@ def select_quantize_config(
         smooth_k=quantization.smooth_k,
         smooth_v=quantization.smooth_v,
         wide_codes=wide_codes,
+        mean_blocks=mean_blocks,
     )
     validate_quantize_config(config)
     return config
@@ -286,9 +288,10 @@ def find_launch(
     quantization: Fp8Quantization,
     device: torch.device,
     wide_codes: bool = False,
+    mean_blocks: int = 0,
 ) -> QuantizeLauncher:
     """``find`` by what a call tells."""
-    options = longest_alike(seqlen_k), quantization, wide_codes
+    options = longest_alike(seqlen_k), quantization, wide_codes, mean_blocks
     return find(select_quantize_config(dtype, head_dim, head_dim_v, *options), device)
 
 

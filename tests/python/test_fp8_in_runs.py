@@ -1,0 +1,82 @@
+"""FP8 attention to so many keys that V loses a mean for each part of a run: what is launched, on a GPU by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hopper.mean.config import MOST_PARTS
+from hopper_attention import Fp8Quantization, compile_cache, explain_fp8, flash_attn_fp8_func
+from hopper_attention.launch import base, fp8, quantize, value_mean
+from tests.python.fake_gpu import SMS, forget_launchers, noting, pretend
+
+Seen = list[tuple[object, ...]]
+KEYS, HEAD_DIM = 20_000, 128
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
+    """The name of each kernel that is launched, and its arguments."""
+    found: Seen = []
+    pretend(monkeypatch, fp8, quantize, value_mean)
+    for getter in ("get_forward", "get_quantize"):
+        monkeypatch.setattr(compile_cache, getter, lambda config: noting(found, config.name))
+    for module in (base, fp8, quantize, value_mean):
+        monkeypatch.setattr(module, "index_of", lambda device: 0, raising=False)
+    yield found
+    forget_launchers()
+
+
+def qkv(keys: int = KEYS) -> list[torch.Tensor]:
+    return [torch.zeros(1, n, 2, HEAD_DIM, dtype=torch.bfloat16) for n in (40, keys, keys)]
+
+
+def test_each_part_of_a_run_loses_its_mean(seen: Seen) -> None:
+    q, k, v = qkv()
+    assert flash_attn_fp8_func(q, k, v).shape == q.shape
+    names = [name for name, *_ in seen]
+    assert [str(name).split("_bf16")[0] for name in names[:3]] == [
+        "hopper_value_mean",
+        "hopper_run_means",
+        "hopper_quantize",
+    ]
+    assert str(names[2]).endswith("runs16") and str(names[3]).endswith("runs64") and len(names) == 4
+    assert explain_fp8(q, k, v, device_capability=(9, 0)).quantizer_config.name == names[2]
+    (_, _, statistics, *of_first), (_, _, same, means, changes, *of_second) = seen[:2]
+    # Runs of 16 blocks of 128 keys; the last block has 32 of them.
+    assert of_first == of_second == [2048, 20_096] and same is statistics
+    assert statistics.shape == (2, 1, 10, 2, HEAD_DIM) and means.shape == (1, 10, 2, HEAD_DIM)
+    assert changes.shape == (1, 2, MOST_PARTS)
+    lost = seen[2][-2]
+    assert lost.shape == (10, 2, HEAD_DIM) and lost.data_ptr() == means.data_ptr()
+    *_, of_last, _, _, _, sums, given, same_changes, notes, ctas = seen[3]
+    assert torch.equal(of_last, means[:, -1]) and of_last.data_ptr() == means[:, -1].data_ptr()
+    assert given is means and same_changes is changes and ctas == SMS
+    assert notes.numel() == SMS * 3 * 128 * 10 and sums.numel() == SMS * 13_824
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"smooth_v": False},
+        {"rotate_v": True},
+        {"smooth_k": True},
+        {"block_k": 256},
+        {"granularity": "head"},
+    ],
+    ids=str,
+)
+def test_others_lose_one_mean_or_none(seen: Seen, options: dict[str, object]) -> None:
+    flash_attn_fp8_func(*qkv(), quantization=Fp8Quantization(**options))
+    assert not any("runs16" in str(name) or "run_means" in str(name) for name, *_ in seen)
+    for arguments in seen:
+        if "hopper_fwd" in str(arguments[0]):
+            *_, means, changes, notes, _ = arguments
+            assert means.numel() == changes.numel() == notes.numel() == 0
+
+
+def test_fewer_keys_have_no_runs(seen: Seen) -> None:
+    flash_attn_fp8_func(*qkv(16_384))
+    assert not any("runs" in str(name) for name, *_ in seen)
