@@ -57,9 +57,7 @@ class LaggingConsumer(Consumer):
         k_state = v_state.clone()
         k_state.advance()
         while n_block >= first:
-            after = k_state.clone()
-            after.advance()
-            after = PipelineState(after.stages, after.count, pin(after.index, Int32), pin(after.phase, Int32))
+            after = state_after(k_state)
             self._lagging_block(scores, n_block, (v_state, k_state), False)
             v_state, k_state = k_state, after
             n_block = n_block - 1
@@ -180,12 +178,18 @@ class HalfScoresConsumer(LaggingConsumer):
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
     ) -> PipelineState:
         """Where means of V change. Runs are counted from the last block of the sequence, as means are."""
-        has_sums = Boolean(False)
+        c, has_sums = self.config, Boolean(False)
+        k_state = v_state.clone()
+        k_state.advance()
         while n_block >= blocks.begin:
-            if self._visited(scores, n_block) % self.config.run_blocks == 0:
-                self.output.end_run(has_sums)
-                has_sums = Boolean(True)
-            v_state = self._overlapped_block(scores, n_block, v_state, False)
+            after, visited = state_after(k_state), self._visited(scores, n_block)
+            if visited % c.mean_blocks == 0:
+                self.output.note_change(divide(visited, c.mean_blocks))
+                if visited % c.run_blocks == 0:
+                    self.output.end_run(has_sums)
+                    has_sums = Boolean(True)
+            self._lagging_block(scores, n_block, (v_state, k_state), False)
+            v_state, k_state = k_state, after
             n_block = n_block - 1
         if has_sums:
             self.output.join_runs()
@@ -247,3 +251,10 @@ class HalfScoresConsumer(LaggingConsumer):
 
     def _leave_block(self, k_state: PipelineState):
         """Nothing is left to be released."""
+
+
+def state_after(state: PipelineState) -> PipelineState:
+    """Made where it stands, not where it is asked for."""
+    after = state.clone()
+    after.advance()
+    return PipelineState(after.stages, after.count, pin(after.index, Int32), pin(after.phase, Int32))

@@ -187,7 +187,9 @@ class MeansOfRuns(MeanOfV):
         inverse = cute.arch.rcp_approx(unit)
         before = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
         before.fill(0.0)
-        for start in cutlass.range(words[BEGIN], runs, RUNS_AT_ONCE, unroll=1):
+        # A walk that begins in the last run has noted nothing.
+        end = runs if words[BEGIN] + 1 < runs else Int32(0)
+        for start in cutlass.range(words[BEGIN], end, RUNS_AT_ONCE, unroll=1):
             for i in cutlass.range_constexpr(RUNS_AT_ONCE):
                 run = start + i
                 note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
