@@ -46,8 +46,9 @@ def call(*arguments: object) -> Result:
 def hopper_kernels() -> tuple[Any, ...]:
     fp8 = shipped_fp8_forward_configs() + shipped_long_fp8_forward_configs()
     fp8 += shipped_fp8_forward_configs(two_level=True)
-    operands = *shipped_quantize_configs(), *shipped_value_mean_configs(), *shipped_transpose_configs()
-    operands += (*shipped_long_quantize_configs(), *shipped_run_means_configs(), WidenConfig())
+    operands: tuple[Any, ...] = (*shipped_quantize_configs(), *shipped_long_quantize_configs())
+    operands += (*shipped_value_mean_configs(), *shipped_run_means_configs())
+    operands += (*shipped_transpose_configs(), WidenConfig())
     fp8 += shipped_exact_lse_configs()
     plain = shipped_forward_configs() + shipped_plain_configs()
     return (*plain, *fp8, *operands, *shipped_backward_kernels(), LaunchesConfig())
