@@ -93,6 +93,23 @@ def test_runs_without_a_mean_each(seqlens: tuple[int, int], blocks: int, causal:
     assert torch.equal(out, fp8_forward_on_numpy(config, parts, SCALE, LATE)[0])
 
 
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("first", [0, 2, 5])
+def test_means_where_units_of_o_jump(first: int, scale: float) -> None:
+    """What they add to the output of two blocks of large values and others, whose sums they are no part of."""
+    q, k, v = draw(3 * TILE + 7, 7 * TILE + 13)
+    v[:, first * TILE : (first + 2) * TILE] *= 64
+    parts, config = quantized(scale * q, k, v), config_of(blocks=4)
+    run = (7 - torch.arange(k.shape[1]) // TILE) // config.mean_blocks
+    means = 8 * torch.randn(1, 8, 1, DIM, generator=torch.Generator().manual_seed(1))
+    changes = torch.tensor([[[0, 1, 0, 0]]], dtype=torch.int32)
+    changed = replace(parts, mean_v=means[:, -1].contiguous())
+    out, _ = fp8_forward_on_numpy(config, changed, SCALE, LATE, runs=(means, changes))
+    without, _ = fp8_forward_on_numpy(config, parts, SCALE, LATE)
+    added, _ = attention_naive(*dequantized(parts)[:2], means[:, run].expand_as(v))
+    assert relative(out.double() - without.double(), added) < 0.02
+
+
 @pytest.mark.parametrize("octaves", [10.0, 13.0])
 def test_a_maximum_that_falls_between_runs(octaves: float) -> None:
     parts, exact = over_a_flat_tail([BLOCKS * TILE - 5], octaves, slice(0, TILE))

@@ -1,4 +1,4 @@
-"""Means that V was quantized without, added back: to the output before it is rounded, and to O between runs of keys."""
+"""Means that V was quantized without, added back: that of all keys before the output is rounded, those of runs to O."""
 
 from dataclasses import dataclass
 
@@ -119,8 +119,8 @@ class MeansOfRuns(MeanOfV):
 
     Of a run without its mean m, O lacks m times the sum of the run's P. So where the walk leaves a run, the sums of the
     rows so far are noted, and at the end of the tile O is given what it lacks. Until then it holds what varies alone:
-    FP8 WGMMA loses little of that. ``notes``, float32, has ``NOTE_FLOATS`` for
-    each consumer and run: of each two rows of a thread their sums, and the shifts that these are measured from.
+    FP8 WGMMA loses little of that. ``notes``, float32, has ``NOTE_FLOATS`` for each consumer and run: of each two rows
+    of a thread their sums, and the shifts that these are measured from.
 
     Behind the columns of ``memory`` a warp keeps the changes of its tile's head, the head, the batch entry, and the run
     that the walk begins in.
