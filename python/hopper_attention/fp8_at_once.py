@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.quantize.config import QuantizeConfig
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.checks import TensorSpec
@@ -30,12 +31,14 @@ from hopper_attention.launch.quantize import (
     find_launch,
     known_target,
     output_pieces,
+    select_quantize_config,
     why_not_fused,
 )
 from hopper_attention.launch.value_mean import ValueMeanLauncher
 from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.layout import new_layout
 from hopper_attention.masks import MaskSpec, Sides
+from hopper_attention.problem import longest_alike
 from hopper_attention.quantization_rules import check_sources, with_numbers
 from hopper_attention.quantized import E4M3, Fp8Quantization, Means
 
@@ -211,8 +214,8 @@ def find_at_once(
         return None
     if why_not_fused(q, k, v, c, known_target(q.device)):
         return None
-    quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device, exact_lse)
-    block_q, block_k = quantizer.config.block_q, quantizer.config.block_k
+    config = select_quantize_config(q.dtype, *head_dims, longest_alike(shape.seqlen_k), c, exact_lse)
+    block_q, block_k = config.block_q, config.block_k
     pieces = output_pieces(block_q, block_k, *shapes, WIDE_CODES if exact_lse else E4M3)
     if c.smooth_v:
         pieces = *pieces, Piece((shape.batch, shape.kv_heads, shape.head_dim_v))
@@ -220,7 +223,7 @@ def find_at_once(
     problem = problem_of_sizes(
         shapes,
         blocks,
-        quantizer.largest_codes,
+        config.largest_codes,
         q.dtype,
         *of_call,
         exact_lse=exact_lse,
@@ -231,7 +234,8 @@ def find_at_once(
     if not isinstance(attention, Fp8HopperLauncher):
         return None
     if attention.partial_words:
-        return _in_runs(quantizer, attention, v, c, window) if blocks_of_a_mean(attention, c) else None
+        return _in_runs(config, attention, v, c, window) if blocks_of_a_mean(attention, c) else None
+    quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device, exact_lse)
     rows = shape.batch, shape.heads, shape.seqlen_q
     out = Piece((shape.batch, shape.seqlen_q, shape.heads, shape.head_dim_v), q.dtype)
     rows_q = block_q if block_q < shape.seqlen_q else ALL_ROWS
@@ -243,14 +247,14 @@ def find_at_once(
 
 
 def _in_runs(
-    quantizer: QuantizeLauncher,
+    config: QuantizeConfig,
     attention: Fp8HopperLauncher,
     v: TensorSpec,
     quantization: Fp8Quantization,
     window: Sides,
 ) -> InRunsLauncher:
-    """``find_at_once`` for a kernel with runs; ``quantizer`` is that of a mean for all keys."""
-    c, (_, seqlen_k, _, head_dim_v) = quantizer.config, v.shape
+    """``find_at_once`` for a kernel with runs; ``config`` is of the quantizer of a mean for all keys."""
+    c, (_, seqlen_k, _, head_dim_v) = config, v.shape
     options = quantization, v.device, c.wide_codes, attention.mean_blocks
     return InRunsLauncher(
         attention.device_index,

@@ -39,8 +39,8 @@ class InRunsLauncher(Launcher):
         q, k, v = map(addressable, (q, k, v))
         batch, seqlen_q, heads, _ = q.shape
         kv_heads, nothing = k.shape[2], device_memory.no_floats(q.device)
-        # Before the quantizer is queued, which may write its outputs while the means are being found.
-        # Held until then: no output of the quantizer may lie where the statistics do.
+        # Found before the quantizer's outputs are made, and held: it starts while statistics of runs are still read,
+        # and may not write where they lie.
         found = self.finder(v)
         outputs = empty_outputs(self.quantizer.config, q, k, v)
         extras = self.quantizer.extras(self.seed, Means(nothing, found.means.flatten(0, 1)), q.device)

@@ -138,6 +138,8 @@ def test_which_problems_have_runs(head_dim: int, causal: bool) -> None:
 def test_runs_of_other_kernels_are_refused() -> None:
     config = config_of()
     assert config.partial_words == TILE * config.head_dim_v // 2 + 4 * 128
+    with pytest.raises(ValueError, match="run_blocks is 9, allowed: multiples of 4, or less"):
+        validate_forward_config(replace(config, run_blocks=9))
     for wrong in ({"run_blocks": -1}, {"lowers_queries": True}, {"window": True}, {"v_rows": True}):
         with pytest.raises(ValueError, match=r"run_blocks is -?1, allowed: 0, or more with softmax 'half'"):
             validate_forward_config(replace(config, **wrong))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,14 +15,23 @@ from tests.python.fake_gpu import SMS, forget_launchers, noting, pretend
 Seen = list[tuple[object, ...]]
 KEYS, HEAD_DIM = 20_000, 128
 
+compiled: list[str] = []
+"""Names of the kernels that were asked for."""
+
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """The name of each kernel that is launched, and its arguments."""
     found: Seen = []
     pretend(monkeypatch, fp8, quantize, value_mean)
+
+    def get(config: compile_cache.KernelConfig) -> Callable[..., None]:
+        compiled.append(config.name)
+        return noting(found, config.name)
+
+    compiled.clear()
     for getter in ("get_forward", "get_quantize"):
-        monkeypatch.setattr(compile_cache, getter, lambda config: noting(found, config.name))
+        monkeypatch.setattr(compile_cache, getter, get)
     for module in (base, fp8, quantize, value_mean):
         monkeypatch.setattr(module, "index_of", lambda device: 0, raising=False)
     yield found
@@ -37,6 +46,7 @@ def test_each_part_of_a_run_loses_its_mean(seen: Seen) -> None:
     q, k, v = qkv()
     assert flash_attn_fp8_func(q, k, v).shape == q.shape
     names = [name for name, *_ in seen]
+    assert sorted(compiled) == sorted(map(str, names))
     assert [str(name).split("_bf16")[0] for name in names[:3]] == [
         "hopper_value_mean",
         "hopper_run_means",
