@@ -9,6 +9,7 @@ import torch
 
 from hopper.config import validate_forward_config
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.mean_v import RUNS_AT_HAND
 from hopper.forward.fp8.tilings import (
     RUN_KEYS,
     RUNLESS_KEYS,
@@ -68,7 +69,13 @@ def test_runs_of_any_length(blocks: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("blocks", [1, 4, 8])
 @pytest.mark.parametrize(
-    "seqlens", [(5 * TILE + 7, 7 * TILE + 13), (2 * TILE, 8 * TILE), (8 * TILE - 1, 8 * TILE)]
+    "seqlens",
+    [
+        (5 * TILE + 7, 7 * TILE + 13),
+        (2 * TILE, 8 * TILE),
+        (8 * TILE - 1, 8 * TILE),
+        (TILE + 3, (RUNS_AT_HAND + 7) * TILE + 13),
+    ],
 )
 def test_runs_without_a_mean_each(seqlens: tuple[int, int], blocks: int, causal: bool) -> None:
     """As V with these means added, wherever a tile begins: under a mask, too, and in the middle of a run."""

@@ -179,6 +179,7 @@ class HalfScoresConsumer(LaggingConsumer):
     ) -> PipelineState:
         """Where means of V change. Runs are counted from the last block of the sequence, as means are."""
         c, has_sums = self.config, Boolean(False)
+        self.output.means.begin_notes()
         k_state = v_state.clone()
         k_state.advance()
         while n_block >= blocks.begin:

@@ -8,6 +8,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_kernels.fast_math import exp2, pin
 from cute_kernels.fragments import (
+    COLUMNS_PER_GROUP,
     COLUMNS_PER_PAIR,
     LANES_PER_ROW,
     ROWS_PER_THREAD,
@@ -26,14 +27,21 @@ from hopper.tiles import WARPS_PER_WARPGROUP
 WARP_WORDS = RUN_FLOATS // WARPS_PER_WARPGROUP
 """Of ``MeansOfRuns``, for each warp."""
 
+LOG_WARPGROUP_THREADS, LOG_WARP_SIZE, LOG_LANES_PER_ROW = (
+    x.bit_length() - 1 for x in (WARPGROUP_THREADS, cute.arch.WARP_SIZE, LANES_PER_ROW)
+)
+
 HEAD, ENTRY, BEGIN = 4, 5, 6
 """Which of them is what, behind four that are not 0 where means of a head change."""
 
 NOTE_WORDS = NOTE_FLOATS * LANES_PER_ROW // WARPGROUP_THREADS
 """Of two rows."""
 
-RUNS_AT_ONCE = 2
-"""Of which a thread has the means under way."""
+RUNS_AT_ONCE = 2 * LANES_PER_ROW
+"""Of which each lane of a row finds what two of them add to it."""
+
+RUNS_AT_HAND = 32
+"""Whose means have room where a warpgroup's O is staged, which is of 64 rows and 16 bits."""
 
 COPIED = 4
 """Columns that a thread copies to shared memory: 16 bytes."""
@@ -105,7 +113,8 @@ class MeanOfV(NoCorrection):
     def _place(self) -> tuple[Int32, Int32]:
         """(warpgroup, thread of it): read where they are asked for."""
         thread = pin(cute.arch.thread_idx()[0], Int32) - self.first_thread
-        return thread // WARPGROUP_THREADS, thread % WARPGROUP_THREADS
+        # Not negative, which the compiler would not know.
+        return thread >> LOG_WARPGROUP_THREADS, thread & (WARPGROUP_THREADS - 1)
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,10 @@ class MeansOfRuns(MeanOfV):
     FP8 WGMMA loses little of that. ``notes``, float32, has ``NOTE_FLOATS`` for each consumer and run: of each two rows
     of a thread their sums, and the shifts that these are measured from.
 
+    A thread has a quarter of the columns, so from global memory each mean would come four times to each warp, and late.
+    ``staged``, float32 (floats, consumers), is where the warpgroup's O is staged when it is done: the means of
+    ``RUNS_AT_HAND`` runs come there while the tile is worked on.
+
     Behind the columns of ``memory`` a warp keeps the changes of its tile's head, the head, the batch entry, and the run
     that the walk begins in.
     """
@@ -129,6 +142,7 @@ class MeansOfRuns(MeanOfV):
     means: cute.Tensor
     changes: cute.Tensor
     notes: cute.Tensor
+    staged: cute.Tensor
 
     @cute.jit
     def begin(self, head_kv: Int32, batch: Int32):
@@ -166,6 +180,10 @@ class MeansOfRuns(MeanOfV):
         # All lanes say the same; so the compiler knows.
         return cute.arch.vote_any_sync((changes[0] | changes[1] | changes[2] | changes[3]) != 0)
 
+    def begin_notes(self):
+        """Once O of the tile before is likely to have left: the means that the walk comes to first are fetched."""
+        self._fetch_means(self._words_of_warp()[BEGIN])
+
     @cute.jit
     def note(self, row_sum: cute.Tensor, shift: cute.Tensor, run: Int32):
         """The sums of the rows so far, of which the thread has parts, where the walk comes to ``run``."""
@@ -184,60 +202,99 @@ class MeansOfRuns(MeanOfV):
         output is given. Some runs at a time, so that loads are under way together.
         """
         words, runs = self._words_of_warp(), self.means.shape[1]
-        inverse = cute.arch.rcp_approx(unit)
-        before = cute.make_rmem_tensor(ROWS_PER_THREAD, Float32)
-        before.fill(0.0)
+        begin, inverse = words[BEGIN], cute.arch.rcp_approx(unit)
         # A walk that begins in the last run has noted nothing.
-        end = runs if words[BEGIN] + 1 < runs else Int32(0)
-        for start in cutlass.range(words[BEGIN], end, RUNS_AT_ONCE, unroll=1):
-            for i in cutlass.range_constexpr(RUNS_AT_ONCE):
-                run = start + i
-                note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
-                cute.autovec_copy(self._note_of(minimum(run + 1, runs - 1)), note)
+        end = runs if begin + 1 < runs else begin
+        for first in cutlass.range(begin, end, RUNS_AT_HAND, unroll=1):
+            if first > begin:
+                self._fetch_means(first)
+            cute.arch.cp_async_wait_group(0)
+            sync_warpgroup(self._place()[0])
+            stop = minimum(first + RUNS_AT_HAND, runs)
+            for start in cutlass.range(first, stop, RUNS_AT_ONCE, unroll=1):
+                lane = self._place()[1] & (cute.arch.WARP_SIZE - 1)
+                of_row = lane & (LANES_PER_ROW - 1)
                 factors = []
-                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    so_far = note[r] * inverse * exp2(note[ROWS_PER_THREAD + r] - shift[r])
-                    # A row without a key so far has no shift. In the last run all is there but what came before it.
-                    so_far = so_far if note[r] != Float32(0.0) and run + 1 < runs else Float32(0.0)
-                    factors.append(so_far - before[r])
-                    before[r] = so_far
-                self._add_mean(acc, factors, (words[ENTRY], minimum(run, runs - 1), words[HEAD]))
+                for i in cutlass.range_constexpr(RUNS_AT_ONCE // LANES_PER_ROW):
+                    own = start + i * LANES_PER_ROW + of_row
+                    before = self._sums_before(own, shift, inverse)
+                    behind = self._sums_before(own + 1, shift, inverse)
+                    factors.append([behind[r] - before[r] for r in range(ROWS_PER_THREAD)])
+                for i in cutlass.range_constexpr(RUNS_AT_ONCE // LANES_PER_ROW):
+                    own = start + i * LANES_PER_ROW
+                    for run in cutlass.range(own, minimum(own + LANES_PER_ROW, stop), unroll=1):
+                        source = lane - of_row + run - own
+                        of_run = [cute.arch.shuffle_sync(x, source) for x in factors[i]]
+                        self._add_mean(acc, of_run, run - first)
 
     @cute.jit
-    def _add_mean(self, acc: cute.Tensor, factors: list, indices: tuple[Int32, Int32, Int32]):
-        """Add these times the mean with these ``indices``. Columns past head_dim_v, which the store clips, take what
-        lies behind."""
-        thread, offset = pin(cute.arch.thread_idx()[0], Int32), Int64(0)
-        for index, stride in zip(indices, self.means.stride[:3], strict=True):
+    def _fetch_means(self, first: Int32):
+        """Those of ``RUNS_AT_HAND`` runs of the tile's head, or fewer, are on their way to where O will be staged."""
+        wg, thread = self._place()
+        words, columns = self._words_of_warp(), self.staged.shape[0] // RUNS_AT_HAND
+        # Who stores O has none under way that is still read, and nobody still reads means.
+        if thread < cute.arch.WARP_SIZE:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_warpgroup(wg)
+        lanes = columns // COPIED
+        rows = WARPGROUP_THREADS // lanes
+        number, column = thread // lanes, thread % lanes * COPIED
+        offset, (by_entry, by_run, by_head) = Int64(column), self.means.stride[:3]
+        for index, stride in ((words[ENTRY], by_entry), (first + number, by_run), (words[HEAD], by_head)):
             offset += Int64(index) * stride
-        row = self.means.iterator.toint() + 4 * offset
-        rows = as_rows(acc)
+        source, target = self.means.iterator.toint() + 4 * offset, self.staged[None, wg].iterator
+        for own in cutlass.range(number, minimum(self.means.shape[1] - first, RUNS_AT_HAND), rows, unroll=1):
+            cute.arch.inline_ptx(
+                "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
+                read_only_args=[target + own * columns + column, source],
+            )
+            source += Int64(4 * rows) * by_run
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def _sums_before(self, run: Int32, shift: cute.Tensor, inverse: Float32) -> list[Float32]:
+        """The sums of P of both rows, as O has them, of all blocks that were visited before ``run``: 0 where the walk
+        begins, and behind the last run, as that is what O does not lack."""
+        runs = self.means.shape[1]
+        note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
+        cute.autovec_copy(self._note_of(minimum(run, runs - 1)), note)
+        is_noted = (run > self._words_of_warp()[BEGIN]) & (run < runs)
+        sums = []
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            so_far = note[r] * inverse * exp2(note[ROWS_PER_THREAD + r] - shift[r])
+            # A row without a key so far has no shift.
+            sums.append(so_far if is_noted & (note[r] != Float32(0.0)) else Float32(0.0))
+        return sums
+
+    @cute.jit
+    def _add_mean(self, acc: cute.Tensor, factors: list, number: Int32):
+        """Add these times the mean that is number so of those at hand. Columns past head_dim_v, which the store clips,
+        take what lies behind."""
+        wg, thread = self._place()
+        rows, columns = as_rows(acc), self.staged.shape[0] // RUNS_AT_HAND
+        mean = self.staged[None, wg].iterator + (number * columns + COLUMNS_PER_PAIR * self._pair(0, thread))
         # Neighbouring pairs of columns are loaded at once.
         pairs = 2 if self.has_quads else 1
         for j in cutlass.range_constexpr(0, rows.shape[1][1], pairs):
-            columns = cute.make_rmem_tensor(pairs * COLUMNS_PER_PAIR, Float32)
-            place = row + 4 * COLUMNS_PER_PAIR * self._pair(j, thread)
-            pointer = cute.make_ptr(
-                Float32, place, cute.AddressSpace.gmem, assumed_align=4 * cute.size(columns)
-            )
-            cute.autovec_copy(cute.make_tensor(pointer, columns.layout), columns)
+            of_pairs = cute.make_rmem_tensor(pairs * COLUMNS_PER_PAIR, Float32)
+            cute.autovec_copy(cute.make_tensor(mean + j * COLUMNS_PER_GROUP, of_pairs.layout), of_pairs)
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 for i in cutlass.range_constexpr(pairs * COLUMNS_PER_PAIR):
-                    e, number = i % COLUMNS_PER_PAIR, j + i // COLUMNS_PER_PAIR
-                    rows[r, (e, number)] = multiply_add(columns[i], factors[r], rows[r, (e, number)])
+                    e, pair = i % COLUMNS_PER_PAIR, j + i // COLUMNS_PER_PAIR
+                    rows[r, (e, pair)] = multiply_add(of_pairs[i], factors[r], rows[r, (e, pair)])
 
     def _note_of(self, run: Int32) -> cute.Tensor:
         """Where that of the thread's rows is."""
         wg, thread = self._place()
         consumer = cute.arch.block_idx()[0] * self.memory.shape[1] + wg
         number = consumer * self.means.shape[1] + run
-        place = Int64(number) * NOTE_FLOATS + thread // LANES_PER_ROW * NOTE_WORDS
+        place = Int64(number) * NOTE_FLOATS + (thread >> LOG_LANES_PER_ROW) * NOTE_WORDS
         address = self.notes.iterator.toint() + 4 * place
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * NOTE_WORDS)
         return cute.make_tensor(pointer, cute.make_layout(NOTE_WORDS))
 
     def _words_of_warp(self) -> cute.Tensor:
         wg, thread = self._place()
-        first = self.memory.shape[0] - RUN_FLOATS + thread // cute.arch.WARP_SIZE * WARP_WORDS
+        first = self.memory.shape[0] - RUN_FLOATS + (thread >> LOG_WARP_SIZE) * WARP_WORDS
         words = cute.recast_ptr(self.memory[None, wg].iterator + first, dtype=Int32)
         return cute.make_tensor(words, cute.make_layout(WARP_WORDS))

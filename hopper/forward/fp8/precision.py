@@ -95,7 +95,9 @@ class BlockScaled(SixteenBits):
         memory = storage.means.get_tensor(cute.make_layout((self.mean_floats // c.consumers, c.consumers)))
         common = scales.mean_v, memory, self._first_consumer, c.o_from_registers
         for runs in scales.runs:
-            return MeansOfRuns(*common, runs.means, runs.changes, runs.notes)
+            floats = WARPGROUP_ROWS * c.head_dim_v // 2
+            staged = storage.sO.get_tensor(cute.make_layout((floats, c.consumers)), dtype=Float32)
+            return MeansOfRuns(*common, runs.means, runs.changes, runs.notes, staged)
         return MeanOfV(*common)
 
     @property
