@@ -15,7 +15,7 @@ from cute_kernels.fragments import (
     as_rows,
     pair_of_quads,
 )
-from cute_kernels.integers import minimum
+from cute_kernels.integers import maximum, minimum
 from cute_kernels.softmax import clear_empty_rows, normalize_rows, scale_rows
 from hopper.config import WARPGROUP_THREADS
 from hopper.forward.barriers import sync_warpgroup
@@ -255,10 +255,10 @@ class MeansOfRuns(MeanOfV):
     def _sums_before(self, run: Int32, shift: cute.Tensor, inverse: Float32) -> list[Float32]:
         """The sums of P of both rows, as O has them, of all blocks that were visited before ``run``: 0 where the walk
         begins, and behind the last run, as that is what O does not lack."""
-        runs = self.means.shape[1]
+        begin, end = self._words_of_warp()[BEGIN], self.means.shape[1]
         note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
-        cute.autovec_copy(self._note_of(minimum(run, runs - 1)), note)
-        is_noted = (run > self._words_of_warp()[BEGIN]) & (run < runs)
+        cute.autovec_copy(self._note_of(minimum(maximum(run, begin + 1), end - 1)), note)
+        is_noted = (run > begin) & (run < end)
         sums = []
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             so_far = note[r] * inverse * exp2(note[ROWS_PER_THREAD + r] - shift[r])
