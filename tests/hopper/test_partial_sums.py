@@ -150,3 +150,6 @@ def test_runs_of_other_kernels_are_refused() -> None:
     for wrong in ({"run_blocks": -1}, {"lowers_queries": True}, {"window": True}, {"v_rows": True}):
         with pytest.raises(ValueError, match=r"run_blocks is -?1, allowed: 0, or more with softmax 'half'"):
             validate_forward_config(replace(config, **wrong))
+    long = next(x for x in shipped_long_fp8_forward_configs() if x.head_dim == 128)
+    with pytest.raises(ValueError, match="run_blocks is 64, allowed where O has no shared memory of its own"):
+        validate_forward_config(replace(long, stages=long.stages + 1))

@@ -260,6 +260,10 @@ def _validate_runs(config: Fp8ForwardConfig) -> None:
         raise ValueError(
             f"run_blocks is {config.run_blocks}, allowed: 0, or more with softmax 'half', V transposed and nothing else"
         )
+    if config.o_shares_q or config.o_from_registers:
+        raise ValueError(
+            f"run_blocks is {config.run_blocks}, allowed where O has no shared memory of its own for means: 0"
+        )
 
 
 def _validate_wide_codes(config: Fp8ForwardConfig) -> None:
