@@ -31,8 +31,12 @@ class LaggingConsumer(Consumer):
         q_phase: Int32,
         ending: TileEnding,
     ) -> PipelineState:
-        self.softmax.begin_walk(blocks)
+        self._begin_walk(scores, blocks)
         return super().attend(scores, blocks, kv_state, q_phase, ending)
+
+    def _begin_walk(self, scores: ScoreTile, blocks: KeyBlocks):
+        """Before the first block of a tile."""
+        self.softmax.begin_walk(blocks)
 
     @cute.jit
     def _unmasked_blocks(
@@ -132,17 +136,10 @@ class HalfScoresConsumer(LaggingConsumer):
     Only the first block of a tile takes a maximum whatever its P is.
     """
 
-    def attend(
-        self,
-        scores: ScoreTile,
-        blocks: KeyBlocks,
-        kv_state: PipelineState,
-        q_phase: Int32,
-        ending: TileEnding,
-    ) -> PipelineState:
+    def _begin_walk(self, scores: ScoreTile, blocks: KeyBlocks):
         if self.config.run_blocks:
             self.output.means.begin_walk(divide(self._visited(scores, blocks.last), self.config.mean_blocks))
-        return super().attend(scores, blocks, kv_state, q_phase, ending)
+        super()._begin_walk(scores, blocks)
 
     @cute.jit
     def _unmasked_blocks(
