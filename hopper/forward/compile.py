@@ -94,9 +94,9 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
     ``compile_forward``.
 
-    With ``run_blocks`` sums, int32 (num_ctas * partial_words of the config,), means float32 (b, runs, hk, dv), changes
-    int32 (b, hk, 4), contiguous, and notes float32 (num_ctas * note_floats of the config * runs,) stand before
-    num_ctas, all of them 16-byte aligned; or no runs, (b, 0, 4) and no notes (``MeansOfRuns``). Unless the config
+    With ``run_blocks`` means, float32 (b, runs, hk, dv), changes int32 (b, hk, 4), contiguous, and notes float32
+    (num_ctas * note_floats of the config * runs,) stand before num_ctas, all of them 16-byte aligned; or no runs,
+    (b, 0, 4) and no notes (``MeansOfRuns``). Unless the config
     ``is_plain``, window_left, window_right, attention_chunk, plan and sequences do, as for ``compile_forward``. With
     the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d), vt (hk, dv, keys) with whole steps of 32
     keys for each sequence, or with ``v_rows`` (total_k, hk, dv), and lse (h, total_q or 0); sizes of the batch are
@@ -113,7 +113,6 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     if c.run_blocks:
         b, runs, hk, dv, heads = (cute.sym_int() for _ in range(5))
         of_runs = (
-            strided(Int32, (cute.sym_int(),), 4),
             strided(Float32, (b, runs, hk, dv), 4),
             strided(Int32, (b, heads, 4), 4),
             strided(Float32, (cute.sym_int(),), 4),

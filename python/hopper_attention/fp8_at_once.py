@@ -176,7 +176,7 @@ def leaves_work_to_pytorch(quantization: Fp8Quantization) -> bool:
 def blocks_of_a_mean(attention: Fp8HopperLauncher | Fp8ForwardConfig, quantization: Fp8Quantization) -> int:
     """Of V, that lose a mean of their own where this kernel attends, with ``block_k`` as a number; 0 where all lose the
     same."""
-    has_own = attention.partial_words > 0 and quantization.smooth_v
+    has_own = attention.note_floats > 0 and quantization.smooth_v
     return attention.mean_blocks if has_own and quantization.block_k == attention.tile_n else 0
 
 
@@ -233,7 +233,7 @@ def find_at_once(
     attention = find_fp8_launch(problem, *strides_8, q.device, backend)
     if not isinstance(attention, Fp8HopperLauncher):
         return None
-    if attention.partial_words:
+    if attention.note_floats:
         return _in_runs(config, attention, v, c, window) if blocks_of_a_mean(attention, c) else None
     quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device, exact_lse)
     rows = shape.batch, shape.heads, shape.seqlen_q

@@ -225,7 +225,7 @@ def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None
         or launch.repairs
         or launch.has_window
         or launch.widens
-        or launch.partial_words
+        or launch.note_floats
         or type(v) is not TransposedV
         or _is_undone_by_pytorch(parts)
         or not may_be_like()

@@ -341,7 +341,6 @@ def fp8_forward_on_numpy(
     arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     if c.run_blocks:  # of whose memory nobody may read what was there before
         means, changes = runs or (mean_v[:, :0, None], torch.zeros(len(mean_v), 0, 4, dtype=torch.int32))
-        arguments.tensor(torch.full((c.partial_words,), -1, dtype=torch.int32), (c.partial_words,), ())
         for x, n in ((means, 4), (changes, 2), (torch.full((c.note_floats * means.shape[1],), math.nan), 1)):
             arguments.tensor(x, tuple(x.shape[:n]), x.stride()[:-1])
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)

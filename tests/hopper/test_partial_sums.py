@@ -144,7 +144,7 @@ def test_which_problems_have_runs(head_dim: int, causal: bool) -> None:
 
 def test_runs_of_other_kernels_are_refused() -> None:
     config = config_of()
-    assert config.partial_words == TILE * config.head_dim_v // 2 + 4 * 128
+    assert config.note_floats == 2 * 64 and not replace(config, run_blocks=0).note_floats
     with pytest.raises(ValueError, match="run_blocks is 9, allowed: multiples of 4, or less"):
         validate_forward_config(replace(config, run_blocks=9))
     for wrong in ({"run_blocks": -1}, {"lowers_queries": True}, {"window": True}, {"v_rows": True}):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cute_kernels.problem import DENSE, SCORE_FEATURES
-from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS, ForwardConfig
+from hopper.config import WARPGROUP_ROWS, ForwardConfig
 
 FP8_DTYPE = "float8_e4m3fn"
 WIDE_CODES_DTYPE = "float16"
@@ -32,8 +32,8 @@ OPERAND_ALIGNMENT = 1024
 MEANS_OF_RUN = 4
 """Means of V in a run, where they change."""
 
-RUN_FLOATS = 32
-"""Of each consumer beside its mean of V, with ``run_blocks``: 32 bytes of each warp (``MeansOfRuns``)."""
+RUN_FLOATS = 96
+"""Of each consumer beside its mean of V, with ``run_blocks``: 96 bytes of each warp (``MeansOfRuns``)."""
 
 NOTE_FLOATS = 2 * WARPGROUP_ROWS
 """In global memory, that a consumer notes where it leaves a run of keys with a mean of its own."""
@@ -74,7 +74,7 @@ class Fp8ForwardConfig(ForwardConfig):
     whose bits FP8 WGMMA keeps only a part in its sums. With ``wide_codes`` Q and K come as 16 bits, which have every
     number of e4m3, so that Q K^T is added up in float32 as well. With ``lowers_queries`` rows of Q are multiplied by
     powers of two first, so that scores in float16 serve any codes (``hopper.forward.fp8.lowered_queries``). With
-    ``run_blocks`` O goes to a sum in global memory behind so many blocks, 0 for never
+    ``run_blocks`` O goes to a sum in shared memory behind so many blocks, 0 for never
     (``hopper.forward.fp8.partial_sums``), and each ``mean_blocks`` of V may have lost a mean of their own.
     """
 
@@ -93,16 +93,8 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def note_floats(self) -> int:
-        """That a CTA notes for each mean of a head (``MeansOfRuns``)."""
-        return self.consumers * NOTE_FLOATS
-
-    @property
-    def partial_words(self) -> int:
-        """Of 32 bits, that a CTA needs for its partial sums: O in 16 bits, and for each thread four words that say what
-        O is measured from."""
-        if not self.run_blocks:
-            return 0
-        return self.consumers * (WARPGROUP_ROWS * self.head_dim_v // 2 + 4 * WARPGROUP_THREADS)
+        """That a CTA notes for each mean of a head (``MeansOfRuns``), 0 without ``run_blocks``."""
+        return self.consumers * NOTE_FLOATS if self.run_blocks else 0
 
     @property
     def pv_columns(self) -> int:
@@ -252,7 +244,7 @@ def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:
 
 
 def _validate_runs(config: Fp8ForwardConfig) -> None:
-    """Of dense problems without a window alone: others have no memory for sums."""
+    """Of dense problems without a window alone, whose O has shared memory of its own."""
     is_half = config.softmax is Softmax.HALF_SCORES
     if config.run_blocks % config.mean_blocks:
         raise ValueError(f"run_blocks is {config.run_blocks}, allowed: multiples of {MEANS_OF_RUN}, or less")
@@ -262,7 +254,7 @@ def _validate_runs(config: Fp8ForwardConfig) -> None:
         )
     if config.o_shares_q or config.o_from_registers:
         raise ValueError(
-            f"run_blocks is {config.run_blocks}, allowed where O has no shared memory of its own for means: 0"
+            f"run_blocks is {config.run_blocks}, allowed where O has no shared memory of its own for sums: 0"
         )
 
 

@@ -152,6 +152,7 @@ class HalfScoresConsumer(LaggingConsumer):
             v_state = self._blocks_with_changes(scores, blocks, n_block, v_state)
         else:
             v_state = self._blocks_in_runs(scores, blocks, n_block, v_state)
+        self.output.join_runs()
         return v_state
 
     @cute.jit
@@ -159,15 +160,11 @@ class HalfScoresConsumer(LaggingConsumer):
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
     ) -> PipelineState:
         """What is left over comes last."""
-        runs = Int32(0)
         while n_block >= blocks.begin:
             first = maximum(blocks.begin, n_block + 1 - self.config.run_blocks)
             n_block, v_state = self._blocks_down_to(scores, first, n_block, v_state)
             if n_block >= blocks.begin:
-                self.output.end_run(runs > 0)
-                runs = runs + 1
-        if runs > 0:
-            self.output.join_runs()
+                self.output.end_run()
         return v_state
 
     @cute.jit
@@ -175,22 +172,15 @@ class HalfScoresConsumer(LaggingConsumer):
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
     ) -> PipelineState:
         """Where means of V change. Runs are counted from the last block of the sequence, as means are."""
-        c, has_sums = self.config, Boolean(False)
-        self.output.means.begin_notes()
-        k_state = v_state.clone()
-        k_state.advance()
+        c = self.config
         while n_block >= blocks.begin:
-            after, visited = state_after(k_state), self._visited(scores, n_block)
+            visited = self._visited(scores, n_block)
             if visited % c.mean_blocks == 0:
                 self.output.note_change(divide(visited, c.mean_blocks))
                 if visited % c.run_blocks == 0:
-                    self.output.end_run(has_sums)
-                    has_sums = Boolean(True)
-            self._lagging_block(scores, n_block, (v_state, k_state), False)
-            v_state, k_state = k_state, after
-            n_block = n_block - 1
-        if has_sums:
-            self.output.join_runs()
+                    self.output.end_run()
+            first = maximum(blocks.begin, n_block + 1 - (c.mean_blocks - visited % c.mean_blocks))
+            n_block, v_state = self._blocks_down_to(scores, first, n_block, v_state)
         return v_state
 
     @cute.jit

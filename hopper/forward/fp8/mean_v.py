@@ -31,8 +31,11 @@ LOG_WARPGROUP_THREADS, LOG_WARP_SIZE, LOG_LANES_PER_ROW = (
     x.bit_length() - 1 for x in (WARPGROUP_THREADS, cute.arch.WARP_SIZE, LANES_PER_ROW)
 )
 
-HEAD, ENTRY, BEGIN = 4, 5, 6
-"""Which of them is what, behind four that are not 0 where means of a head change."""
+HEAD, ENTRY, BEGIN, UNIT, MEASURES = 4, 5, 6, 7, 8
+"""Which of them is what, behind four that are not 0 where means of a head change; measures are one a row."""
+
+NO_SUMS = -1
+"""In place of the unit of sums, which is no negative number."""
 
 NOTE_WORDS = NOTE_FLOATS * LANES_PER_ROW // WARPGROUP_THREADS
 """Of two rows."""
@@ -65,7 +68,7 @@ class MeanOfV(NoCorrection):
     @cute.jit
     def begin(self, head_kv: Int32, batch: Int32):
         """All warps of the warpgroup have read what is written over: a barrier of the last epilogue lies between."""
-        wg, thread = self._place()
+        wg, thread = self.place()
         if thread * COPIED < self.vector.shape[2]:
             offset = Int64(batch) * self.vector.stride[0] + Int64(head_kv) * self.vector.stride[1]
             source = self.vector.iterator.toint() + 4 * (offset + thread * COPIED)
@@ -84,7 +87,7 @@ class MeanOfV(NoCorrection):
         columns = self.vector.shape[2]
         if columns > 0:
             cute.arch.cp_async_wait_group(0)
-            wg, thread = self._place()
+            wg, thread = self.place()
             sync_warpgroup(wg)
             rows, memory = as_rows(acc), self.memory[None, wg]
             for j in cutlass.range_constexpr(rows.shape[1][1]):
@@ -110,7 +113,7 @@ class MeanOfV(NoCorrection):
             return pair_of_quads(j, thread)
         return j * LANES_PER_ROW + thread % LANES_PER_ROW
 
-    def _place(self) -> tuple[Int32, Int32]:
+    def place(self) -> tuple[Int32, Int32]:
         """(warpgroup, thread of it): read where they are asked for."""
         thread = pin(cute.arch.thread_idx()[0], Int32) - self.first_thread
         # Not negative, which the compiler would not know.
@@ -133,10 +136,10 @@ class MeansOfRuns(MeanOfV):
 
     A thread has a quarter of the columns, so from global memory each mean would come four times to each warp, and late.
     ``staged``, float32 (floats, consumers), is where the warpgroup's O is staged when it is done: the means of
-    ``RUNS_AT_HAND`` runs come there while the tile is worked on.
+    ``RUNS_AT_HAND`` runs come there before that. Until then sums of P V may be there (``PartialSumsOutput``).
 
-    Behind the columns of ``memory`` a warp keeps the changes of its tile's head, the head, the batch entry, and the run
-    that the walk begins in.
+    Behind the columns of ``memory`` a warp keeps the changes of its tile's head, the head, the batch entry, the run
+    that the walk begins in, and the unit and measures of such sums.
     """
 
     means: cute.Tensor
@@ -166,7 +169,7 @@ class MeansOfRuns(MeanOfV):
         """In this run of the sequence."""
         words = self._words_of_warp()
         if cute.arch.lane_idx() == 0:
-            words[BEGIN] = run
+            words[BEGIN], words[UNIT] = run, Int32(NO_SUMS)
 
     @cute.jit
     def has_changes(self) -> Boolean:
@@ -180,9 +183,41 @@ class MeansOfRuns(MeanOfV):
         # All lanes say the same; so the compiler knows.
         return cute.arch.vote_any_sync((changes[0] | changes[1] | changes[2] | changes[3]) != 0)
 
-    def begin_notes(self):
-        """Once O of the tile before is likely to have left: the means that the walk comes to first are fetched."""
-        self._fetch_means(self._words_of_warp()[BEGIN])
+    @cute.jit
+    def claim_staging(self):
+        """The warpgroup may write where O is staged: nobody reads O of the tile before there, nor what it has written
+        since."""
+        wg, thread = self.place()
+        # Who stores O has none under way that is still read.
+        if thread < cute.arch.WARP_SIZE:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_warpgroup(wg)
+
+    @cute.jit
+    def keep_measures(self, measures: list[Float32]):
+        """What sums of the thread's rows are measured from, of which all lanes of a row say the same."""
+        lane = cute.arch.lane_idx()
+        if lane % LANES_PER_ROW == 0:
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                self._measures()[lane // LANES_PER_ROW, r] = measures[r]
+
+    @cute.jit
+    def keep_unit(self, unit: Float32):
+        """That of the warp's sums, and of what was kept before."""
+        if cute.arch.lane_idx() == 0:
+            self._words_of_warp()[UNIT] = unit.bitcast(Int32)
+        cute.arch.sync_warp()
+
+    def has_sums(self) -> Boolean:
+        """Whether some were kept since the walk began."""
+        return self._words_of_warp()[UNIT] != NO_SUMS
+
+    def kept_measures(self) -> list[Float32]:
+        row = cute.arch.lane_idx() // LANES_PER_ROW
+        return [self._measures()[row, r] for r in range(ROWS_PER_THREAD)]
+
+    def kept_unit(self) -> Float32:
+        return self._words_of_warp()[UNIT].bitcast(Float32)
 
     @cute.jit
     def note(self, row_sum: cute.Tensor, shift: cute.Tensor, run: Int32):
@@ -206,13 +241,10 @@ class MeansOfRuns(MeanOfV):
         # A walk that begins in the last run has noted nothing.
         end = runs if begin + 1 < runs else begin
         for first in cutlass.range(begin, end, RUNS_AT_HAND, unroll=1):
-            if first > begin:
-                self._fetch_means(first)
-            cute.arch.cp_async_wait_group(0)
-            sync_warpgroup(self._place()[0])
+            self._fetch_means(first)
             stop = minimum(first + RUNS_AT_HAND, runs)
             for start in cutlass.range(first, stop, RUNS_AT_ONCE, unroll=1):
-                lane = self._place()[1] & (cute.arch.WARP_SIZE - 1)
+                lane = self.place()[1] & (cute.arch.WARP_SIZE - 1)
                 of_row = lane & (LANES_PER_ROW - 1)
                 factors = []
                 for i in cutlass.range_constexpr(RUNS_AT_ONCE // LANES_PER_ROW):
@@ -220,6 +252,9 @@ class MeansOfRuns(MeanOfV):
                     before = self._sums_before(own, shift, inverse)
                     behind = self._sums_before(own + 1, shift, inverse)
                     factors.append([behind[r] - before[r] for r in range(ROWS_PER_THREAD)])
+                if start == first:
+                    cute.arch.cp_async_wait_group(0)
+                    sync_warpgroup(self.place()[0])
                 for i in cutlass.range_constexpr(RUNS_AT_ONCE // LANES_PER_ROW):
                     own = start + i * LANES_PER_ROW
                     for run in cutlass.range(own, minimum(own + LANES_PER_ROW, stop), unroll=1):
@@ -230,12 +265,9 @@ class MeansOfRuns(MeanOfV):
     @cute.jit
     def _fetch_means(self, first: Int32):
         """Those of ``RUNS_AT_HAND`` runs of the tile's head, or fewer, are on their way to where O will be staged."""
-        wg, thread = self._place()
+        self.claim_staging()
+        wg, thread = self.place()
         words, columns = self._words_of_warp(), self.staged.shape[0] // RUNS_AT_HAND
-        # Who stores O has none under way that is still read, and nobody still reads means.
-        if thread < cute.arch.WARP_SIZE:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sync_warpgroup(wg)
         lanes = columns // COPIED
         rows = WARPGROUP_THREADS // lanes
         number, column = thread // lanes, thread % lanes * COPIED
@@ -270,7 +302,7 @@ class MeansOfRuns(MeanOfV):
     def _add_mean(self, acc: cute.Tensor, factors: list, number: Int32):
         """Add these times the mean that is number so of those at hand. Columns past head_dim_v, which the store clips,
         take what lies behind."""
-        wg, thread = self._place()
+        wg, thread = self.place()
         rows, columns = as_rows(acc), self.staged.shape[0] // RUNS_AT_HAND
         mean = self.staged[None, wg].iterator + (number * columns + COLUMNS_PER_PAIR * self._pair(0, thread))
         # Neighbouring pairs of columns are loaded at once.
@@ -285,7 +317,7 @@ class MeansOfRuns(MeanOfV):
 
     def _note_of(self, run: Int32) -> cute.Tensor:
         """Where that of the thread's rows is."""
-        wg, thread = self._place()
+        wg, thread = self.place()
         consumer = cute.arch.block_idx()[0] * self.memory.shape[1] + wg
         number = consumer * self.means.shape[1] + run
         place = Int64(number) * NOTE_FLOATS + (thread >> LOG_LANES_PER_ROW) * NOTE_WORDS
@@ -293,8 +325,16 @@ class MeansOfRuns(MeanOfV):
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * NOTE_WORDS)
         return cute.make_tensor(pointer, cute.make_layout(NOTE_WORDS))
 
+    def _measures(self) -> cute.Tensor:
+        """Float32 (pairs of rows, rows of a thread)."""
+        words = cute.recast_ptr(self._words_of_warp().iterator + MEASURES, dtype=Float32)
+        pairs = cute.arch.WARP_SIZE // LANES_PER_ROW
+        return cute.make_tensor(
+            words, cute.make_layout((pairs, ROWS_PER_THREAD), stride=(ROWS_PER_THREAD, 1))
+        )
+
     def _words_of_warp(self) -> cute.Tensor:
-        wg, thread = self._place()
+        wg, thread = self.place()
         first = self.memory.shape[0] - RUN_FLOATS + (thread >> LOG_WARP_SIZE) * WARP_WORDS
         words = cute.recast_ptr(self.memory[None, wg].iterator + first, dtype=Int32)
         return cute.make_tensor(words, cute.make_layout(WARP_WORDS))

@@ -77,9 +77,8 @@ class BlockScaled(SixteenBits):
 
     def make_output(self, mmas: Mmas, part_mma: Any, consumer: Any) -> Output:
         sV, softmax = consumer.operands.v.smem, consumer.softmax
-        for runs in BlockScales(*consumer.extras).runs:
-            own = self._first_consumer, runs.sums, consumer.correction
-            return PartialSumsOutput(*own, self.config, mmas, sV, softmax)
+        if self.config.run_blocks:
+            return PartialSumsOutput(consumer.correction, self.config, mmas, sV, softmax)
         if not self.config.two_level:
             return super().make_output(mmas, part_mma, consumer)
         return TwoLevelOutput(self.config, mmas, part_mma(self.config.pv_columns), sV, softmax)

@@ -36,10 +36,8 @@ def blocks_before(row: Int32, block: Int32 | cute.FastDivmodDivisorV2) -> Int32:
 
 
 class Runs(NamedTuple):
-    """Tensors of a kernel with ``run_blocks``: ``sums`` is the memory of ``PartialSumsOutput``, the others are those of
-    ``MeansOfRuns``."""
+    """Tensors of a kernel with ``run_blocks``, those of ``MeansOfRuns``."""
 
-    sums: cute.Tensor
     means: cute.Tensor
     changes: cute.Tensor
     notes: cute.Tensor

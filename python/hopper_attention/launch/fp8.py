@@ -121,8 +121,8 @@ class Fp8HopperLauncher(Launcher):
 
     ``repairs`` is empty, or what q and k each need before the kernel can address them. ``block_k`` are the keys that
     share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows, ``has_window`` that it takes the
-    sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them. ``partial_words``,
-    ``note_floats``, ``mean_blocks`` and ``tile_n`` are those of its config.
+    sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them. ``note_floats``,
+    ``mean_blocks`` and ``tile_n`` are those of its config.
     """
 
     kernel: Kernel
@@ -134,7 +134,6 @@ class Fp8HopperLauncher(Launcher):
     transposes: bool
     has_window: bool = False
     widens: bool = False
-    partial_words: int = 0
     note_floats: int = 0
     mean_blocks: int = 0
     tile_n: int = 0
@@ -185,13 +184,12 @@ class Fp8HopperLauncher(Launcher):
         has lost that."""
         counter = device_memory.tile_counter(self.device_index)
         of_call = self.arguments(tensors, counter, scales, mean, rows_q, softmax_scale, window)
-        if self.partial_words:
+        if self.note_floats:
             batch, device = tensors[0].shape[0], tensors[0].device
-            sums = torch.empty(self.num_ctas * self.partial_words, dtype=torch.int32, device=device)
             means, changes = no_runs(batch, device) if runs is None else runs
             of_notes = self.num_ctas * self.note_floats * means.shape[1]
             notes = torch.empty(of_notes, dtype=torch.float32, device=device)
-            of_call = *of_call[:-1], sums, means, changes, notes, of_call[-1]
+            of_call = *of_call[:-1], means, changes, notes, of_call[-1]
         self.kernel(*of_call)
 
     def arguments(
@@ -489,7 +487,6 @@ def find(
         transposes=config.v_rows,
         has_window=config.window,
         widens=config.wide_codes,
-        partial_words=config.partial_words,
         note_floats=config.note_floats,
         mean_blocks=config.mean_blocks,
         tile_n=config.tile_n,
