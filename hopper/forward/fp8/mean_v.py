@@ -197,6 +197,8 @@ class MeansOfRuns(MeanOfV):
     def keep_measures(self, measures: list[Float32]):
         """What sums of the thread's rows are measured from, of which all lanes of a row say the same."""
         lane = cute.arch.lane_idx()
+        # All lanes have read what was kept before.
+        cute.arch.sync_warp()
         if lane % LANES_PER_ROW == 0:
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 self._measures()[lane // LANES_PER_ROW, r] = measures[r]
