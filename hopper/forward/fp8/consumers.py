@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.pipeline import PipelineState
 
