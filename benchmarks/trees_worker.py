@@ -20,12 +20,19 @@ FORWARD, FP8, FP8_END_TO_END, BACKWARD = "forward", "fp8", "fp8 end to end", "ba
 QUANTIZE = "quantize"
 
 
+def problem_of(cell: dict[str, Any]) -> Problem:
+    """Sequences of ``TOKENS`` tokens in all, or a longer one of which as many fewer heads are taken, but one."""
+    seqlen, head_dim = cell["seqlen"], cell["head_dim"]
+    batch, heads = max(TOKENS // seqlen, 1), WIDTH // head_dim
+    if seqlen > TOKENS:
+        heads = max(heads * TOKENS // seqlen, 1)
+    return Problem(cell["dtype"], batch, seqlen, seqlen, heads, heads, head_dim, head_dim, cell["causal"])
+
+
 def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
     """The call of a cell: kind, dtype, head_dim, seqlen, causal, the family of inputs, and how many times as large
     queries are."""
-    kind, seqlen, head_dim, causal = (cell[name] for name in ("kind", "seqlen", "head_dim", "causal"))
-    batch, heads = TOKENS // seqlen, WIDTH // head_dim
-    problem = Problem(cell["dtype"], batch, seqlen, seqlen, heads, heads, head_dim, head_dim, causal)
+    kind, causal, problem = cell["kind"], cell["causal"], problem_of(cell)
     family = next(family for family in FAMILIES if family.name == cell["family"])
     generator, dtype = torch.Generator("cuda").manual_seed(0), getattr(torch, cell["dtype"])
     inputs = family.draw(problem, generator)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks import trees
+from benchmarks import trees, trees_worker
 from hopper_attention.experiments.bench.machine import NoGauge
 
 
@@ -61,3 +61,21 @@ def test_a_report_names_both_commits(
     with pytest.raises(SystemExit):
         trees.main(["old"])
     assert "allowed: two" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "head_dim", "expected"),
+    [
+        (512, 64, (32, 32)),
+        (16_384, 128, (1, 16)),
+        (65_536, 128, (1, 4)),
+        (65_536, 256, (1, 2)),
+        (2**20, 256, (1, 1)),
+    ],
+)
+def test_what_a_cell_attends_to(seqlen: int, head_dim: int, expected: tuple[int, int]) -> None:
+    """Of sequences longer than all tokens there is one, with fewer heads."""
+    cell = next(trees.list_cells(("fp8",), "bfloat16", seqlens=(seqlen,)))
+    problem = trees_worker.problem_of(cell | {"head_dim": head_dim})
+    assert (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k) == (*expected, seqlen, seqlen)
+    assert (problem.head_dim, problem.heads_kv) == (head_dim, expected[1])
