@@ -33,7 +33,7 @@ MEANS_OF_RUN = 4
 """Means of V in a run, where they change."""
 
 RUN_FLOATS = 96
-"""Of each consumer beside its mean of V, with ``run_blocks``: 96 bytes of each warp (``MeansOfRuns``)."""
+"""Of each consumer beside its mean of V, with ``run_blocks``: 96 bytes of each warp (``Staging``)."""
 
 NOTE_FLOATS = 2 * WARPGROUP_ROWS
 """In global memory, that a consumer notes where it leaves a run of keys with a mean of its own."""
@@ -199,7 +199,7 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def mean_bytes(self) -> int:
-        """A mean of V in float32 for each consumer. What ``MeansOfRuns`` keeps is little and lies beside barriers."""
+        """A mean of V in float32 for each consumer. What ``Staging`` keeps is little and lies beside barriers."""
         return 4 * self.consumers * self.head_dim_v
 
     def validate_precision(self) -> None:

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_kernels.fast_math import exp2, pin
+from cute_kernels.fast_math import exp2
 from cute_kernels.fragments import (
     COLUMNS_PER_GROUP,
     COLUMNS_PER_PAIR,
@@ -19,23 +19,15 @@ from cute_kernels.integers import maximum, minimum
 from cute_kernels.softmax import clear_empty_rows, normalize_rows, scale_rows
 from hopper.config import WARPGROUP_THREADS
 from hopper.forward.barriers import sync_warpgroup
-from hopper.forward.fp8.config import NOTE_FLOATS, RUN_FLOATS
+from hopper.forward.fp8.config import NOTE_FLOATS
+from hopper.forward.fp8.staging import Staging, place_behind
 from hopper.forward.unscaled import NoCorrection
 from hopper.quantize.words import multiply_add
-from hopper.tiles import WARPS_PER_WARPGROUP
 
-WARP_WORDS = RUN_FLOATS // WARPS_PER_WARPGROUP
-"""Of ``MeansOfRuns``, for each warp."""
+LOG_LANES_PER_ROW = LANES_PER_ROW.bit_length() - 1
 
-LOG_WARPGROUP_THREADS, LOG_WARP_SIZE, LOG_LANES_PER_ROW = (
-    x.bit_length() - 1 for x in (WARPGROUP_THREADS, cute.arch.WARP_SIZE, LANES_PER_ROW)
-)
-
-HEAD, ENTRY, BEGIN, UNIT, MEASURES = 4, 5, 6, 7, 8
-"""Which of them is what, behind four that are not 0 where means of a head change; measures are one a row."""
-
-NO_SUMS = -1
-"""In place of the unit of sums, which is no negative number."""
+HEAD, ENTRY, BEGIN = 4, 5, 6
+"""Which of a warp's words is what, behind four that are not 0 where means of a head change."""
 
 NOTE_WORDS = NOTE_FLOATS * LANES_PER_ROW // WARPGROUP_THREADS
 """Of two rows."""
@@ -114,10 +106,7 @@ class MeanOfV(NoCorrection):
         return j * LANES_PER_ROW + thread % LANES_PER_ROW
 
     def place(self) -> tuple[Int32, Int32]:
-        """(warpgroup, thread of it): read where they are asked for."""
-        thread = pin(cute.arch.thread_idx()[0], Int32) - self.first_thread
-        # Not negative, which the compiler would not know.
-        return thread >> LOG_WARPGROUP_THREADS, thread & (WARPGROUP_THREADS - 1)
+        return place_behind(self.first_thread)
 
 
 @dataclass(frozen=True)
@@ -135,21 +124,18 @@ class MeansOfRuns(MeanOfV):
     of a thread their sums, and the shifts that these are measured from.
 
     A thread has a quarter of the columns, so from global memory each mean would come four times to each warp, and late.
-    ``staged``, float32 (floats, consumers), is where the warpgroup's O is staged when it is done: the means of
-    ``RUNS_AT_HAND`` runs come there before that. Until then sums of P V may be there (``PartialSumsOutput``).
-
-    Behind the columns of ``memory`` a warp keeps the changes of its tile's head, the head, the batch entry, the run
-    that the walk begins in, and the unit and measures of such sums.
+    So the means of ``RUNS_AT_HAND`` runs come to ``staging`` first. Among its words a warp keeps the changes of its
+    tile's head, the head, the batch entry, and the run that the walk begins in.
     """
 
     means: cute.Tensor
     changes: cute.Tensor
     notes: cute.Tensor
-    staged: cute.Tensor
+    staging: Staging
 
     @cute.jit
     def begin(self, head_kv: Int32, batch: Int32):
-        words = self._words_of_warp()
+        words = self.staging.words_of_warp()
         if cute.arch.lane_idx() == 0:
             if self.changes.shape[1] > 0:
                 heads_before = Int64(batch) * self.changes.shape[1] + head_kv
@@ -167,14 +153,15 @@ class MeansOfRuns(MeanOfV):
     @cute.jit
     def begin_walk(self, run: Int32):
         """In this run of the sequence."""
-        words = self._words_of_warp()
+        words = self.staging.words_of_warp()
         if cute.arch.lane_idx() == 0:
-            words[BEGIN], words[UNIT] = run, Int32(NO_SUMS)
+            words[BEGIN] = run
+            self.staging.forget_sums(words)
 
     @cute.jit
     def has_changes(self) -> Boolean:
         """Of the tile's head."""
-        words = self._words_of_warp()
+        words = self.staging.words_of_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
@@ -182,44 +169,6 @@ class MeansOfRuns(MeanOfV):
         cute.autovec_copy(cute.make_tensor(words.iterator, changes.layout), changes)
         # All lanes say the same; so the compiler knows.
         return cute.arch.vote_any_sync((changes[0] | changes[1] | changes[2] | changes[3]) != 0)
-
-    @cute.jit
-    def claim_staging(self):
-        """The warpgroup may write where O is staged: nobody reads O of the tile before there, nor what it has written
-        since."""
-        wg, thread = self.place()
-        # Who stores O has none under way that is still read.
-        if thread < cute.arch.WARP_SIZE:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sync_warpgroup(wg)
-
-    @cute.jit
-    def keep_measures(self, measures: list[Float32]):
-        """What sums of the thread's rows are measured from, of which all lanes of a row say the same."""
-        lane = cute.arch.lane_idx()
-        # All lanes have read what was kept before.
-        cute.arch.sync_warp()
-        if lane % LANES_PER_ROW == 0:
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                self._measures()[lane // LANES_PER_ROW, r] = measures[r]
-
-    @cute.jit
-    def keep_unit(self, unit: Float32):
-        """That of the warp's sums, and of what was kept before."""
-        if cute.arch.lane_idx() == 0:
-            self._words_of_warp()[UNIT] = unit.bitcast(Int32)
-        cute.arch.sync_warp()
-
-    def has_sums(self) -> Boolean:
-        """Whether some were kept since the walk began."""
-        return self._words_of_warp()[UNIT] != NO_SUMS
-
-    def kept_measures(self) -> list[Float32]:
-        row = cute.arch.lane_idx() // LANES_PER_ROW
-        return [self._measures()[row, r] for r in range(ROWS_PER_THREAD)]
-
-    def kept_unit(self) -> Float32:
-        return self._words_of_warp()[UNIT].bitcast(Float32)
 
     @cute.jit
     def note(self, row_sum: cute.Tensor, shift: cute.Tensor, run: Int32):
@@ -238,7 +187,7 @@ class MeansOfRuns(MeanOfV):
         That is the sum over runs of the row's sum of P times the mean, but for the mean of the last run, which the
         output is given. Some runs at a time, so that loads are under way together.
         """
-        words, runs = self._words_of_warp(), self.means.shape[1]
+        words, runs = self.staging.words_of_warp(), self.means.shape[1]
         begin, inverse = words[BEGIN], cute.arch.rcp_approx(unit)
         # A walk that begins in the last run has noted nothing.
         end = runs if begin + 1 < runs else begin
@@ -267,16 +216,16 @@ class MeansOfRuns(MeanOfV):
     @cute.jit
     def _fetch_means(self, first: Int32):
         """Those of ``RUNS_AT_HAND`` runs of the tile's head, or fewer, are on their way to where O will be staged."""
-        self.claim_staging()
+        self.staging.claim()
         wg, thread = self.place()
-        words, columns = self._words_of_warp(), self.staged.shape[0] // RUNS_AT_HAND
+        words, columns = self.staging.words_of_warp(), self.staging.floats.shape[0] // RUNS_AT_HAND
         lanes = columns // COPIED
         rows = WARPGROUP_THREADS // lanes
         number, column = thread // lanes, thread % lanes * COPIED
         offset, (by_entry, by_run, by_head) = Int64(column), self.means.stride[:3]
         for index, stride in ((words[ENTRY], by_entry), (first + number, by_run), (words[HEAD], by_head)):
             offset += Int64(index) * stride
-        source, target = self.means.iterator.toint() + 4 * offset, self.staged[None, wg].iterator
+        source, target = self.means.iterator.toint() + 4 * offset, self.staging.floats[None, wg].iterator
         for own in cutlass.range(number, minimum(self.means.shape[1] - first, RUNS_AT_HAND), rows, unroll=1):
             cute.arch.inline_ptx(
                 "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
@@ -289,7 +238,7 @@ class MeansOfRuns(MeanOfV):
     def _sums_before(self, run: Int32, shift: cute.Tensor, inverse: Float32) -> list[Float32]:
         """The sums of P of both rows, as O has them, of all blocks that were visited before ``run``: 0 where the walk
         begins, and behind the last run, as that is what O does not lack."""
-        begin, end = self._words_of_warp()[BEGIN], self.means.shape[1]
+        begin, end = self.staging.words_of_warp()[BEGIN], self.means.shape[1]
         note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
         cute.autovec_copy(self._note_of(minimum(maximum(run, begin + 1), end - 1)), note)
         is_noted = (run > begin) & (run < end)
@@ -305,8 +254,10 @@ class MeansOfRuns(MeanOfV):
         """Add these times the mean that is number so of those at hand. Columns past head_dim_v, which the store clips,
         take what lies behind."""
         wg, thread = self.place()
-        rows, columns = as_rows(acc), self.staged.shape[0] // RUNS_AT_HAND
-        mean = self.staged[None, wg].iterator + (number * columns + COLUMNS_PER_PAIR * self._pair(0, thread))
+        rows, columns = as_rows(acc), self.staging.floats.shape[0] // RUNS_AT_HAND
+        mean = self.staging.floats[None, wg].iterator + (
+            number * columns + COLUMNS_PER_PAIR * self._pair(0, thread)
+        )
         # Neighbouring pairs of columns are loaded at once.
         pairs = 2 if self.has_quads else 1
         for j in cutlass.range_constexpr(0, rows.shape[1][1], pairs):
@@ -326,17 +277,3 @@ class MeansOfRuns(MeanOfV):
         address = self.notes.iterator.toint() + 4 * place
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * NOTE_WORDS)
         return cute.make_tensor(pointer, cute.make_layout(NOTE_WORDS))
-
-    def _measures(self) -> cute.Tensor:
-        """Float32 (pairs of rows, rows of a thread)."""
-        words = cute.recast_ptr(self._words_of_warp().iterator + MEASURES, dtype=Float32)
-        pairs = cute.arch.WARP_SIZE // LANES_PER_ROW
-        return cute.make_tensor(
-            words, cute.make_layout((pairs, ROWS_PER_THREAD), stride=(ROWS_PER_THREAD, 1))
-        )
-
-    def _words_of_warp(self) -> cute.Tensor:
-        wg, thread = self.place()
-        first = self.memory.shape[0] - RUN_FLOATS + (thread >> LOG_WARP_SIZE) * WARP_WORDS
-        words = cute.recast_ptr(self.memory[None, wg].iterator + first, dtype=Int32)
-        return cute.make_tensor(words, cute.make_layout(WARP_WORDS))

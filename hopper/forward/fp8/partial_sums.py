@@ -27,13 +27,13 @@ class PartialSumsOutput(Output):
     FP8 WGMMA keeps 13 bits of its accumulator, so what it drops of a product grows with the sum that this is added to.
     The sum of a run starts at 0. What came before is in the shared memory where O is staged in the end: O in float16,
     divided by a power of two, so that the largest of a row is between 1 and 2. What a row is measured from, its shift
-    and that power's exponent, and the unit are among the words of its warp (``MeansOfRuns``). A thread's place is its
+    and that power's exponent, and the unit are among the words of its warp (``Staging``). A thread's place is its
     own, so that nobody waits.
     """
 
     def __init__(self, means: MeansOfRuns, *output: Any):
         super().__init__(*output)
-        self.means = means
+        self.means, self.staging = means, means.staging
         self.vectors = self.config.head_dim_v // (GROUPS * COLUMNS_PER_GROUP)
 
     def note_change(self, run: Int32):
@@ -49,11 +49,11 @@ class PartialSumsOutput(Output):
     @cute.jit
     def end_run(self):
         """Between two blocks: O, without the P V that is still to be started, goes to the sums, and is 0."""
-        if self.means.has_sums():
+        if self.staging.has_sums():
             self._add_sums()
         else:
             self.softmax.rescale_if_needed(self.acc)
-            self.means.claim_staging()
+            self.staging.claim()
         octaves = [self._octaves_of(r) for r in range(ROWS_PER_THREAD)]
         inverse = [exp2(-x) for x in octaves]
         words = cute.make_rmem_tensor(WORDS, Int32)
@@ -62,22 +62,22 @@ class PartialSumsOutput(Output):
                 pair, factor = self._pair(j, i), inverse[i % ROWS_PER_THREAD]
                 words[i] = pack(pair[0] * factor, pair[1] * factor, Float16)
             cute.autovec_copy(words, self._vector(j))
-        self.means.keep_measures([self.softmax.shift[r] + octaves[r] for r in range(ROWS_PER_THREAD)])
-        self.means.keep_unit(self.softmax.unit[0])
+        self.staging.keep_measures([self.softmax.shift[r] + octaves[r] for r in range(ROWS_PER_THREAD)])
+        self.staging.keep_unit(self.softmax.unit[0])
         self.acc.fill(0.0)
 
     @cute.jit
     def join_runs(self):
         """After the last run: add the sums to O, if there are any."""
-        if self.means.has_sums():
+        if self.staging.has_sums():
             self._add_sums()
 
     @cute.jit
     def _add_sums(self):
         self.softmax.rescale_if_needed(self.acc)
-        unit, before = self.softmax.unit[0], self.means.kept_unit()
+        unit, before = self.softmax.unit[0], self.staging.kept_unit()
         quotient = Float32(1.0) if before == unit else before * cute.arch.rcp_approx(unit)
-        measures, shifts = self.means.kept_measures(), self.softmax.shift
+        measures, shifts = self.staging.kept_measures(), self.softmax.shift
         factors = [quotient * exp2(measures[r] - shifts[r]) for r in range(ROWS_PER_THREAD)]
         words = cute.make_rmem_tensor(WORDS, Int32)
         for j in cutlass.range_constexpr(self.vectors):
@@ -101,7 +101,7 @@ class PartialSumsOutput(Output):
 
     def _vector(self, j: int) -> cute.Tensor:
         """The thread's vector ``j`` in shared memory, those of neighbouring threads side by side."""
-        wg, thread = self.means.place()
-        memory = cute.recast_ptr(self.means.staged[None, wg].iterator, dtype=Int32)
+        wg, thread = self.staging.place()
+        memory = cute.recast_ptr(self.staging.floats[None, wg].iterator, dtype=Int32)
         place = memory + WORDS * (j * WARPGROUP_THREADS + thread)
         return cute.make_tensor(place, cute.make_layout(WORDS))

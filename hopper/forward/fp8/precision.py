@@ -22,6 +22,7 @@ from hopper.forward.fp8.softmax.exact import ExactSoftmax
 from hopper.forward.fp8.softmax.far import FarHalfScoresSoftmax
 from hopper.forward.fp8.softmax.half import HalfScoresOfAnyCodes
 from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
+from hopper.forward.fp8.staging import Staging
 from hopper.forward.fp8.two_level import TwoLevelOutput
 from hopper.forward.fp8.warp_scores import WarpScores
 from hopper.forward.operands import Mmas
@@ -94,9 +95,10 @@ class BlockScaled(SixteenBits):
         memory = storage.means.get_tensor(cute.make_layout((self.mean_floats // c.consumers, c.consumers)))
         common = scales.mean_v, memory, self._first_consumer, c.o_from_registers
         for runs in scales.runs:
-            floats = WARPGROUP_ROWS * c.head_dim_v // 2
-            staged = storage.sO.get_tensor(cute.make_layout((floats, c.consumers)), dtype=Float32)
-            return MeansOfRuns(*common, runs.means, runs.changes, runs.notes, staged)
+            layout = cute.make_layout((WARPGROUP_ROWS * c.head_dim_v // 2, c.consumers))
+            of_output = storage.sO.get_tensor(layout, dtype=Float32)
+            staging = Staging(of_output, memory, self._first_consumer)
+            return MeansOfRuns(*common, runs.means, runs.changes, runs.notes, staging)
         return MeanOfV(*common)
 
     @property
