@@ -60,7 +60,7 @@ class MeanOfV(NoCorrection):
     @cute.jit
     def begin(self, head_kv: Int32, batch: Int32):
         """All warps of the warpgroup have read what is written over: a barrier of the last epilogue lies between."""
-        wg, thread = self.place()
+        wg, thread = self._place()
         if thread * COPIED < self.vector.shape[2]:
             offset = Int64(batch) * self.vector.stride[0] + Int64(head_kv) * self.vector.stride[1]
             source = self.vector.iterator.toint() + 4 * (offset + thread * COPIED)
@@ -79,7 +79,7 @@ class MeanOfV(NoCorrection):
         columns = self.vector.shape[2]
         if columns > 0:
             cute.arch.cp_async_wait_group(0)
-            wg, thread = self.place()
+            wg, thread = self._place()
             sync_warpgroup(wg)
             rows, memory = as_rows(acc), self.memory[None, wg]
             for j in cutlass.range_constexpr(rows.shape[1][1]):
@@ -105,7 +105,7 @@ class MeanOfV(NoCorrection):
             return pair_of_quads(j, thread)
         return j * LANES_PER_ROW + thread % LANES_PER_ROW
 
-    def place(self) -> tuple[Int32, Int32]:
+    def _place(self) -> tuple[Int32, Int32]:
         return place_behind(self.first_thread)
 
 
@@ -195,7 +195,7 @@ class MeansOfRuns(MeanOfV):
             self._fetch_means(first)
             stop = minimum(first + RUNS_AT_HAND, runs)
             for start in cutlass.range(first, stop, RUNS_AT_ONCE, unroll=1):
-                lane = self.place()[1] & (cute.arch.WARP_SIZE - 1)
+                lane = self._place()[1] & (cute.arch.WARP_SIZE - 1)
                 of_row = lane & (LANES_PER_ROW - 1)
                 factors = []
                 for i in cutlass.range_constexpr(RUNS_AT_ONCE // LANES_PER_ROW):
@@ -205,7 +205,7 @@ class MeansOfRuns(MeanOfV):
                     factors.append([behind[r] - before[r] for r in range(ROWS_PER_THREAD)])
                 if start == first:
                     cute.arch.cp_async_wait_group(0)
-                    sync_warpgroup(self.place()[0])
+                    sync_warpgroup(self._place()[0])
                 for i in cutlass.range_constexpr(RUNS_AT_ONCE // LANES_PER_ROW):
                     own = start + i * LANES_PER_ROW
                     for run in cutlass.range(own, minimum(own + LANES_PER_ROW, stop), unroll=1):
@@ -217,7 +217,7 @@ class MeansOfRuns(MeanOfV):
     def _fetch_means(self, first: Int32):
         """Those of ``RUNS_AT_HAND`` runs of the tile's head, or fewer, are on their way to where O will be staged."""
         self.staging.claim()
-        wg, thread = self.place()
+        wg, thread = self._place()
         words, columns = self.staging.words_of_warp(), self.staging.floats.shape[0] // RUNS_AT_HAND
         lanes = columns // COPIED
         rows = WARPGROUP_THREADS // lanes
@@ -253,7 +253,7 @@ class MeansOfRuns(MeanOfV):
     def _add_mean(self, acc: cute.Tensor, factors: list, number: Int32):
         """Add these times the mean that is number so of those at hand. Columns past head_dim_v, which the store clips,
         take what lies behind."""
-        wg, thread = self.place()
+        wg, thread = self._place()
         rows, columns = as_rows(acc), self.staging.floats.shape[0] // RUNS_AT_HAND
         mean = self.staging.floats[None, wg].iterator + (
             number * columns + COLUMNS_PER_PAIR * self._pair(0, thread)
@@ -270,7 +270,7 @@ class MeansOfRuns(MeanOfV):
 
     def _note_of(self, run: Int32) -> cute.Tensor:
         """Where that of the thread's rows is."""
-        wg, thread = self.place()
+        wg, thread = self._place()
         consumer = cute.arch.block_idx()[0] * self.memory.shape[1] + wg
         number = consumer * self.means.shape[1] + run
         place = Int64(number) * NOTE_FLOATS + (thread >> LOG_LANES_PER_ROW) * NOTE_WORDS

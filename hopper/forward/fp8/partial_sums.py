@@ -62,8 +62,8 @@ class PartialSumsOutput(Output):
                 pair, factor = self._pair(j, i), inverse[i % ROWS_PER_THREAD]
                 words[i] = pack(pair[0] * factor, pair[1] * factor, Float16)
             cute.autovec_copy(words, self._vector(j))
-        self.staging.keep_measures([self.softmax.shift[r] + octaves[r] for r in range(ROWS_PER_THREAD)])
-        self.staging.keep_unit(self.softmax.unit[0])
+        measures = [self.softmax.shift[r] + octaves[r] for r in range(ROWS_PER_THREAD)]
+        self.staging.keep(measures, self.softmax.unit[0])
         self.acc.fill(0.0)
 
     @cute.jit

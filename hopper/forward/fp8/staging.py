@@ -64,8 +64,8 @@ class Staging(LoopInvariant):
         words[UNIT] = Int32(NO_SUMS)
 
     @cute.jit
-    def keep_measures(self, measures: list[Float32]):
-        """What sums of the thread's rows are measured from, of which all lanes of a row say the same.
+    def keep(self, measures: list[Float32], unit: Float32):
+        """What sums of the thread's rows are measured from, of which all lanes of a row say the same, and their unit.
 
         What was kept before has been read: shuffles of all lanes, by which they agree, wait for what came of it.
         """
@@ -73,10 +73,6 @@ class Staging(LoopInvariant):
         if lane % LANES_PER_ROW == 0:
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 self._measures()[lane // LANES_PER_ROW, r] = measures[r]
-
-    @cute.jit
-    def keep_unit(self, unit: Float32):
-        """That of the warp's sums. What was kept before is there for all lanes then."""
         if cute.arch.lane_idx() == 0:
             self.words_of_warp()[UNIT] = unit.bitcast(Int32)
         cute.arch.sync_warp()
