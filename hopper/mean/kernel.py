@@ -103,7 +103,7 @@ class ValueMeanKernel:
         groups = groups if keys > 0 else Int32(0)
 
         column = first_column + lane % LANES_OF_ROW * CHUNK
-        samples = self._samples(keys)
+        samples = self._samples(mV, keys)
         counted = sample_size(length) if samples else length
         for i in cutlass.range_constexpr(c.groups_of_warp):
             part = warp * c.groups_of_warp + i
@@ -136,8 +136,8 @@ class ValueMeanKernel:
         """(entry of V that a sequence is in, its first row there, its rows)."""
         return sequence, Int32(0), Int32(mV.shape[1])
 
-    def _samples(self, keys: Int32) -> Boolean | bool:
-        """Whether a quarter of the keys is looked at."""
+    def _samples(self, mV: cute.Tensor, keys: Int32) -> Boolean:
+        """Whether a quarter of the keys of a sequence is looked at."""
         return is_sampled(keys)
 
     @cute.jit

@@ -6,7 +6,15 @@ import cutlass.memory
 from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.integers import ceil_div, divide, maximum, minimum
-from hopper.mean.config import COLUMNS, FAR_VARIANCES, GROUPS, MOST_PARTS, RunMeansConfig
+from hopper.mean.config import (
+    COLUMNS,
+    FAR_VARIANCES,
+    GROUPS,
+    MOST_PARTS,
+    RUNS,
+    RunMeansConfig,
+    is_run_sampled,
+)
 from hopper.mean.kernel import (
     ValueMeanKernel,
     is_number,
@@ -16,6 +24,8 @@ from hopper.mean.kernel import (
     worth_subtracting,
 )
 from hopper.quantize.words import reciprocal
+
+LOG_RUNS = RUNS.bit_length() - 1
 
 
 class RunStatisticsKernel(ValueMeanKernel):
@@ -40,8 +50,8 @@ class RunStatisticsKernel(ValueMeanKernel):
         first = maximum(stop - run, 0)
         return entry, first, minimum(stop, mV.shape[1]) - first
 
-    def _samples(self, keys: Int32) -> bool:
-        return False
+    def _samples(self, mV: cute.Tensor, keys: Int32) -> Boolean:
+        return is_run_sampled(keys, Int32(mV.shape[1]))
 
     @cute.jit
     def _finish(self, received: cute.Tensor, looked_at: tuple, results: tuple, place: tuple):
@@ -114,6 +124,7 @@ class RunMeansKernel:
         groups = minimum(runs, GROUPS)
         begin, stop = group * runs // groups, (group + 1) * runs // groups
         stop = stop if group < groups else begin
+        looked_at = keys >> LOG_RUNS if is_run_sampled(keys, keys) else keys
         if thread == 0:
             changes[0] = Int32(0)
         cute.arch.griddepcontrol_wait()
@@ -121,13 +132,14 @@ class RunMeansKernel:
         self._join_runs(statistics, (begin, stop), received, (column, group))
         cute.arch.sync_threads()
         if group == 0:
-            of_all[column] = worth_subtracting(received, column, (own, columns), first, keys)
+            of_all[column] = worth_subtracting(received, column, (own, columns), first, looked_at)
         cute.arch.sync_threads()
         changed = Boolean(False)
         for number in cutlass.range(begin, stop, unroll=1):
             mean, variance = statistics[0][number], statistics[1][number]
             last = end - number * run
-            counted = minimum(last, keys) - maximum(last - run, 0)
+            own_keys = minimum(last, keys) - maximum(last - run, 0)
+            counted = own_keys >> LOG_RUNS if is_run_sampled(own_keys, keys) else own_keys
             distance = mean - of_all[column]
             rounded = on_the_grid(distance, variance)
             is_far = distance * distance * Float32(counted) > Float32(FAR_VARIANCES) * variance

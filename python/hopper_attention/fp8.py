@@ -18,7 +18,7 @@ from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result
 from hopper_attention.features import is_full, is_given, resolve_packed_mask
-from hopper_attention.fp8_at_once import AtOnceCall, AtOnceLauncher, calls_at_once, find_at_once
+from hopper_attention.fp8_at_once import AtOnceCall, calls_at_once, find_at_once
 from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
 from hopper_attention.launch.fp8 import launch_for
@@ -242,7 +242,7 @@ def flash_attn_fp8_func(
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
             out, lse = launch(q, k, v, scale, return_attn_probs)
             # Not where autocast made others of them.
-            if isinstance(launch, AtOnceLauncher) and given[0] is q and given[1] is k and given[2] is v:
+            if given[0] is q and given[1] is k and given[2] is v:
                 calls_at_once.keep(
                     lambda: AtOnceCall.of(launch, quantization, q.device), *given, quantization, *options
                 )

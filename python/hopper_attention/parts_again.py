@@ -29,8 +29,8 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class PartsCall:
-    """What serves calls like an earlier one, without a window. ``rows_q`` rows of Q share a scale; ``no_mean`` and
-    ``no_lse`` are what the kernel takes where there is none."""
+    """What serves calls like an earlier one, without a window. ``rows_q`` rows of Q share a scale; ``no_mean``,
+    ``no_lse`` and ``no_runs`` are what the kernel takes where there is none."""
 
     launcher: Fp8HopperLauncher
     out: Facts
@@ -38,6 +38,7 @@ class PartsCall:
     ones: Any
     no_mean: Any
     no_lse: Any
+    no_runs: tuple[Any, ...]
     rows_q: int
     default_scale: float
     has_mean: bool
@@ -57,7 +58,8 @@ class PartsCall:
         rows_q = parts.q.block if parts.q.block < seqlen_q else fp8.ALL_ROWS
         lse, scale = Piece((batch, heads, seqlen_q)), head_dim**-0.5
         options = rows_q, scale, parts.mean_v.numel() > 0, launcher.block_k == fp8.ALL_ROWS
-        return cls(launcher, out.facts, lse.facts, ones, no_mean, no_lse, *options)
+        no_runs = tuple(map(kept_argument, fp8.no_runs_of(launcher, batch, device)))
+        return cls(launcher, out.facts, lse.facts, ones, no_mean, no_lse, no_runs, *options)
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         """out and lse; an lse that is not wanted has no elements."""
@@ -82,6 +84,7 @@ class PartsCall:
             self.rows_q,
             launcher.block_k,
             softmax_scale,
+            *self.no_runs,
             launcher.num_ctas,
         )
         return out, lse
@@ -111,7 +114,7 @@ class MemoryCall:
         q, k, v, of_q, of_k, of_v, *means = parts
         tensors, scales = (q, k, v, out, lse), (of_q, of_k, of_v, call.ones)
         mean = means[0] if means else call.no_mean
-        of_call = counter, scales, mean, call.rows_q, scale, FULL_SIDES
+        of_call = counter, scales, mean, call.rows_q, scale, FULL_SIDES, call.no_runs
         script = at_once.make_script([Step(call.launcher.kernel, call.launcher.arguments(tensors, *of_call))])
         results = call.out, call.lse, call.no_lse
         return cls(call, call.launcher, script, *results, call.default_scale)
@@ -225,7 +228,6 @@ def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None
         or launch.repairs
         or launch.has_window
         or launch.widens
-        or launch.note_floats
         or type(v) is not TransposedV
         or _is_undone_by_pytorch(parts)
         or not may_be_like()

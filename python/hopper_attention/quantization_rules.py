@@ -52,6 +52,7 @@ from hopper.mean.config import (
     SMALL_FIRSTS,
     STEP_EXPONENT,
     groups_of,
+    is_run_sampled,
     is_sampled,
     run_of,
     sample_size,
@@ -333,7 +334,9 @@ def means_of_runs(v: torch.Tensor, run: int, end: int) -> tuple[torch.Tensor, to
     """
     runs, first = -(-end // run), v[:, 0].float()
     bounds = [(max(end - (number + 1) * run, 0), end - number * run) for number in range(runs)]
-    segments = [_segments(v[:, start:stop], samples=False) for start, stop in bounds]
+    lengths = [min(stop, v.shape[1]) - start for start, stop in bounds]
+    sampled = [bool(is_run_sampled(length, v.shape[1])) for length in lengths]
+    segments = [_segments(v[:, slice(*b)], samples=x) for b, x in zip(bounds, sampled, strict=True)]
     means = torch.stack([torch.where(m.isnan().all(1), math.nan, _robust_mean(m)) for m, _ in segments], 1)
     variances = torch.stack([_median_of_numbers(x).squeeze(1).nan_to_num() for _, x in segments], 1)
     groups = min(runs, GROUPS)
@@ -342,8 +345,10 @@ def means_of_runs(v: torch.Tensor, run: int, end: int) -> tuple[torch.Tensor, to
     for x in (means, variances):
         of_groups = torch.stack([_mean_of_numbers(x[:, part], means[:, part]) for part in parts], 1)
         joined.append(pad(of_groups, missing, value=math.nan))
-    of_all = worth_subtracting(joined[0], joined[1], first, v.shape[1])
-    keys = v.new_tensor([min(stop, v.shape[1]) - start for start, stop in bounds], dtype=torch.float32)
+    looked_at = v.shape[1] // RUNS if is_run_sampled(v.shape[1], v.shape[1]) else v.shape[1]
+    of_all = worth_subtracting(joined[0], joined[1], first, looked_at)
+    counts = [x // RUNS if samples else x for x, samples in zip(lengths, sampled, strict=True)]
+    keys = v.new_tensor(counts, dtype=torch.float32)
     distance = means - of_all[:, None]
     is_far = distance * distance * keys[:, None, None] > FAR_VARIANCES * variances
     lost = of_all[:, None] + torch.where(is_far, _on_the_grid(distance, variances), 0.0)

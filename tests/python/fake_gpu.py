@@ -52,6 +52,7 @@ from hopper_attention.launch import (
     varlen,
     widen,
 )
+from hopper_attention.layout import TMA_BYTES
 
 Serving = TypeVar("Serving", bound=Any)
 H200 = Target("fake H200", (9, 0), assume_installed=True)
@@ -129,7 +130,7 @@ def argument_of(x: Any, given: tuple[Any, ...]) -> Any:
         return given[x.number]
     if isinstance(x, at_once.Part):
         shape, strides, dtype = x.facts
-        assert given[x.number].dtype == dtype and x.byte % 256 == 0
+        assert given[x.number].dtype == dtype and x.byte % TMA_BYTES == 0
         return guards._reinterpret_tensor(given[x.number], shape, strides, x.byte // dtype.itemsize)
     if isinstance(x, at_once.ListedPart):
         count = 1 + 2 * x.dimensions

@@ -7,8 +7,18 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from hopper.forward.fp8.tilings import RUNLESS_KEYS
 from hopper.mean.config import MOST_PARTS
-from hopper_attention import Fp8Quantization, compile_cache, explain_fp8, flash_attn_fp8_func
+from hopper_attention import (
+    Fp8Quantization,
+    compile_cache,
+    explain_fp8,
+    flash_attn_fp8_func,
+    flash_attn_quantized_func,
+    parts_again,
+    quantize_qkv,
+)
+from hopper_attention.fp8_at_once import calls_at_once
 from hopper_attention.launch import base, fp8, quantize, value_mean
 from tests.python.fake_gpu import SMS, forget_launchers, noting, pretend
 
@@ -88,5 +98,44 @@ def test_others_lose_one_mean_or_none(seen: Seen, options: dict[str, object]) ->
 
 
 def test_fewer_keys_have_no_runs(seen: Seen) -> None:
-    flash_attn_fp8_func(*qkv(16_384))
+    flash_attn_fp8_func(*qkv(RUNLESS_KEYS))
     assert not any("runs" in str(name) for name, *_ in seen)
+
+
+def facts_of(x: object) -> object:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+
+
+@pytest.mark.parametrize("options", [{}, {"smooth_v": False}], ids=str)
+@pytest.mark.parametrize("keys", [RUNLESS_KEYS + 1, KEYS])
+def test_a_call_like_an_earlier_one_launches_the_same(
+    seen: Seen, options: dict[str, bool], keys: int
+) -> None:
+    """Then a script finds all that is read and written in the pieces of a call."""
+    quantization, calls = Fp8Quantization(**options), []
+    tensors = [x.repeat(2, 1, 1, 1) for x in qkv(keys)]
+    for _ in range(4):
+        seen.clear()
+        flash_attn_fp8_func(*tensors, quantization=quantization)
+        calls.append(list(seen))
+    assert calls_at_once.find(*tensors, quantization, False, False, None, False, None)
+    first, again = calls[0], calls[-1]
+    assert [list(map(facts_of, x)) for x in first] == [list(map(facts_of, x)) for x in again]
+    if not options:
+        (_, _, statistics, *_), (_, _, same, means, changes, *_), (*_, lost, _), attention = again
+        *_, of_last, _, _, _, given, same_changes, notes, _ = attention
+        assert same is statistics and same_changes is changes and given.data_ptr() == means.data_ptr()
+        assert lost.data_ptr() == means.data_ptr() and of_last.data_ptr() == means[:, -1].data_ptr()
+        assert notes.numel() == SMS * 3 * 128 * means.shape[1]
+
+
+def test_parts_like_earlier_ones(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, calls, found = quantize_qkv(*qkv()), [], []
+    find = parts_again.find
+    monkeypatch.setattr(parts_again, "find", lambda *given: found.append(find(*given)) or found[-1])
+    for _ in range(4):
+        seen.clear()
+        flash_attn_quantized_func(parts)
+        calls.append(list(seen))
+    assert found[0] is None and found[-1] is not None and "runs64" in str(calls[0][0][0])
+    assert [list(map(facts_of, x)) for x in calls[0]] == [list(map(facts_of, x)) for x in calls[-1]]

@@ -85,6 +85,8 @@ class LaggingConsumer(Consumer):
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
         self.softmax.enter_block(consumer_slot(k_state))
+        if const_expr(self.config.awaits_v_early):
+            self.pipes.v.consumer_wait(k_state)
         warpgroup.wait_group(1)
         self._scores_have_come(k_state)
         scores.finish(acc_S, n_block, is_masked)
@@ -93,7 +95,8 @@ class LaggingConsumer(Consumer):
         for r in cutlass.range_constexpr(len(early)):
             self.softmax.exponentiate_by_stale_maximum(acc_S, early[r])
         suffices = self.softmax.maximum_suffices(early)
-        self.pipes.v.consumer_wait(k_state)
+        if const_expr(not self.config.awaits_v_early):
+            self.pipes.v.consumer_wait(k_state)
         self.output.wait(self.tOrP, v_state.index)
         self.pipes.v.consumer_release(v_state)
         for r in cutlass.range_constexpr(len(early)):

@@ -177,20 +177,19 @@ class Fp8HopperLauncher(Launcher):
         rows_q: int,
         softmax_scale: float,
         window: Sides,
-        runs: tuple[Tensor, Tensor] | None = None,
+        of_runs: tuple[Any, ...] | None = None,
     ) -> None:
         """Queue the kernel on q, k, v, out and lse, with the scales of the first three, ``unit_scales`` and the mean of
-        V, all as it reads them. ``rows_q`` rows of Q share a scale. ``runs`` are what ``means_of_runs`` gives, where V
-        has lost that."""
+        V, all as it reads them. ``rows_q`` rows of Q share a scale. ``of_runs`` are what ``means_of_runs`` gives,
+        where V has lost that, and room for ``notes_of`` these; by default ``no_runs_of`` the call."""
         counter = device_memory.tile_counter(self.device_index)
-        of_call = self.arguments(tensors, counter, scales, mean, rows_q, softmax_scale, window)
-        if self.note_floats:
-            batch, device = tensors[0].shape[0], tensors[0].device
-            means, changes = no_runs(batch, device) if runs is None else runs
-            of_notes = self.num_ctas * self.note_floats * means.shape[1]
-            notes = torch.empty(of_notes, dtype=torch.float32, device=device)
-            of_call = *of_call[:-1], means, changes, notes, of_call[-1]
-        self.kernel(*of_call)
+        if of_runs is None:
+            of_runs = no_runs_of(self, tensors[0].shape[0], tensors[0].device)
+        self.kernel(*self.arguments(tensors, counter, scales, mean, rows_q, softmax_scale, window, of_runs))
+
+    def notes_of(self, runs: int) -> int:
+        """Numbers that the kernel notes where V has lost so many means of runs."""
+        return self.num_ctas * self.note_floats * runs
 
     def arguments(
         self,
@@ -201,8 +200,9 @@ class Fp8HopperLauncher(Launcher):
         rows_q: int,
         softmax_scale: Any,
         window: Sides,
+        of_runs: tuple[Any, ...],
     ) -> tuple[Any, ...]:
-        """What the kernel takes, in its order, but for what runs ask for."""
+        """What the kernel takes, in its order."""
         q_scale, k_scale, v_scale, o_scale = scales
         if self.block_k == ALL_ROWS:
             # A lone scale is a factor of the output, whatever its sign.
@@ -219,6 +219,7 @@ class Fp8HopperLauncher(Launcher):
             self.block_k,
             softmax_scale,
             *((*kernel_sides(*window), *NO_PLAN) if self.has_window else ()),
+            *of_runs,
             self.num_ctas,
         )
 
@@ -227,6 +228,11 @@ class Fp8HopperLauncher(Launcher):
         if isinstance(v, TransposedV):
             return v.data
         return make_addressable(v.data) if self.transposes else transpose_values(v.data)
+
+
+def no_runs_of(launcher: Fp8HopperLauncher, batch: int, device: torch.device) -> tuple[Any, ...]:
+    """What its kernel takes where V has lost one mean or none: nothing, unless it has runs."""
+    return (*no_runs(batch, device), device_memory.no_floats(device)) if launcher.note_floats else ()
 
 
 def adds_mean(parts: QuantizedQKV) -> bool:

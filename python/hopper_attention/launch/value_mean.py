@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from hopper.mean.config import (
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.device_memory import Piece
+from hopper_attention.launch.at_once import Part, Step
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, index_of
 from hopper_attention.layout import new_layout
 from hopper_attention.lengths import Lengths
@@ -54,6 +57,45 @@ class ValueMeanLauncher(Launcher):
         self.kernel(v, mean, lengths.cu_seqlens_k, used)
 
 
+class RunShape(NamedTuple):
+    """Of means of runs (batch, runs, kv_heads, head_dim_v), the run of the last keys first. A kernel of wider heads
+    may read behind them."""
+
+    batch: int
+    runs: int
+    kv_heads: int
+    head_dim_v: int
+
+    @classmethod
+    def of(cls, v_shape: Sequence[int], launcher: RunMeansLauncher) -> RunShape:
+        batch, keys, kv_heads, head_dim_v = v_shape
+        return cls(batch, -(-keys // (launcher.mean_blocks * launcher.block)), kv_heads, head_dim_v)
+
+    @property
+    def pieces(self) -> tuple[Piece, Piece, Piece]:
+        """Room for the means, what they are found by, and changes."""
+        room, changes = math.prod(self) + MAX_HEAD_DIM, (self.batch, self.kv_heads, MOST_PARTS)
+        return Piece((room,)), Piece((2, *self)), Piece(changes, torch.int32)
+
+    def parts(self, number: int) -> tuple[Part, Part, Part]:
+        """In the room, which is argument ``number``: the means, those of all entries one after the other, and the means
+        of the runs with the first keys."""
+        batch, runs, *of_run = self
+        flat, (_, *strides), size = (batch * runs, *of_run), new_layout((1, *of_run))[1], math.prod(of_run)
+        last = (batch, *of_run), (runs * size, *strides), torch.float32
+        byte = 4 * (runs - 1) * size
+        return (
+            Part(number, 0, Piece(self).facts),
+            Part(number, 0, Piece(flat).facts),
+            Part(number, byte, last),
+        )
+
+    def views(self, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``parts`` of this room, as tensors."""
+        means = room[:-MAX_HEAD_DIM].view(self)
+        return means, means.flatten(0, 1), means[:, -1]
+
+
 class RunMeans(NamedTuple):
     """What ``quantization_rules.means_of_runs`` returns, and what it is found by, which is still being read."""
 
@@ -73,19 +115,25 @@ class RunMeansLauncher(Launcher):
     block: int
 
     def __call__(self, v: Tensor) -> RunMeans:
-        """Those of v, which is ``addressable``, on the current GPU, which is that of this launcher. A kernel of wider
-        heads may read behind the means."""
-        batch, keys, kv_heads, head_dim_v = v.shape
-        blocks = -(-keys // self.block)
-        shape = batch, -(-blocks // self.mean_blocks), kv_heads, head_dim_v
-        statistics = torch.empty((2, *shape), dtype=torch.float32, device=v.device)
-        room = torch.empty(math.prod(shape) + MAX_HEAD_DIM, dtype=torch.float32, device=v.device)
-        means = room[:-MAX_HEAD_DIM].view(shape)
-        changes = torch.empty(batch, kv_heads, MOST_PARTS, dtype=torch.int32, device=v.device)
-        runs = self.mean_blocks * self.block, blocks * self.block
-        self.statistics(v, statistics, *runs)
-        self.kernel(v, statistics, means, changes, *runs)
+        """Those of v, which is ``addressable``, on the current GPU, which is that of this launcher."""
+        runs = RunShape.of(v.shape, self)
+        room, statistics, changes = (piece.empty(v.device) for piece in runs.pieces)
+        means, _, _ = runs.views(room)
+        self.fill(v, statistics, means, changes)
         return RunMeans(means, changes, statistics)
+
+    def fill(self, v: Tensor, statistics: Tensor, means: Tensor, changes: Tensor) -> None:
+        """The same into these."""
+        for kernel, arguments in self.steps(v, statistics, means, changes, keys=v.shape[1]):
+            kernel(*arguments)
+
+    def steps(self, v: Any, statistics: Any, means: Any, changes: Any, keys: int) -> list[Step]:
+        """The two launches, of V with so many keys."""
+        runs = self.mean_blocks * self.block, -(-keys // self.block) * self.block
+        return [
+            Step(self.statistics, (v, statistics, *runs)),
+            Step(self.kernel, (v, statistics, means, changes, *runs)),
+        ]
 
 
 def find(v: Tensor) -> ValueMeanLauncher:

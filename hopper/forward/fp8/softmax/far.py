@@ -172,9 +172,7 @@ class FarHalfScoresSoftmax(HalfScoresSoftmax):
         self.has_risen[0] = maximum(before, self.has_risen[0])
 
     @cute.jit
-    def rescale_if_needed(self, acc_O: cute.Tensor):
-        before = self.has_risen[0]
-        HalfScoresSoftmax.rescale_if_needed(self, acc_O)
-        if before == IS_FAR:
+    def _leave_far_offsets(self):
+        if self.has_risen[0] == IS_FAR:
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 self._place_shift(r, self.shift[r])

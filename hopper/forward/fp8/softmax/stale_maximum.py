@@ -171,7 +171,11 @@ class StaleMaximumSoftmax(ExactSoftmax):
         """Bring O to the shifts that a block has left behind, of a warp in which one has risen."""
         if self.has_risen[0] > 0:
             scale_rows(acc_O, self.row_scale)
+            self._leave_far_offsets()
             self.has_risen[0] = Int32(0)
+
+    def _leave_far_offsets(self):
+        """Where a warp may have offsets of one block alone: nothing here."""
 
     @cute.jit
     def maximum_suffices(self, rows: cutlass.Constexpr[tuple[int, ...]]) -> Boolean:
