@@ -171,7 +171,7 @@ def is_sampled(keys: Any) -> Any:
 
 
 def is_run_sampled(run: Any, keys: Any) -> Any:
-    """The same of a run of so many of ``keys`` keys."""
+    """Whether a quarter is looked at of a run of so many keys, of ``keys`` in all."""
     return (run >= FEWEST_SAMPLED) & (keys <= MOST_SAMPLED_IN_RUNS)
 
 

@@ -321,7 +321,8 @@ def means_of_runs(v: torch.Tensor, run: int, end: int) -> tuple[torch.Tensor, to
 
     FP8 WGMMA cuts off what is small against the sum that it is added to, and a mean that is left makes a sum of one
     sign. The kernel notes the sums of P of runs of ``run`` keys, counted from ``end`` back, which may lie behind the
-    last key, so that it can add what each has lost.
+    last key, so that it can add what each has lost. Up to MOST_SAMPLED_IN_RUNS keys in all a quarter of a run is looked
+    at, if it is not a short one.
 
     That is ``mean_worth_subtracting``, of groups of runs in place of segments, for all runs whose mean lies close to
     it. One that lies far away loses its own: far is so many standard errors that it is not by chance, and sums of one
