@@ -94,7 +94,7 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
     ``compile_forward``.
 
-    With ``run_blocks`` means, float32 (b, runs, hk, dv), changes int32 (b, hk, 4), contiguous, and notes float32
+    With ``run_blocks`` differences, float32 (b, runs, hk, dv), changes int32 (b, hk, 4), contiguous, and notes float32
     (num_ctas * note_floats of the config * runs,) stand before num_ctas, all of them 16-byte aligned; or no runs,
     (b, 0, 4) and no notes (``MeansOfRuns``). Unless the config
     ``is_plain``, window_left, window_right, attention_chunk, plan and sequences do, as for ``compile_forward``. With

@@ -55,10 +55,10 @@ def compile_value_mean(config: ValueMeanConfig, options: str = ""):
 def compile_run_means(config: RunMeansConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
-    Returns a TVM FFI function ``fn(v, statistics, means, changes, run, end)``, whose v, statistics, run and end are
-    those of the launch in front, that of ``compile_value_mean`` with ``of_runs``. It writes means float32 (b, runs, h,
-    dv), what the keys of each run lose, and changes int32 (b, h, 4): what is not 0 in any of the four where not all
-    lose the same. dv is at most 256.
+    Returns a TVM FFI function ``fn(v, statistics, means, differences, changes, run, end)``, whose v, statistics, run
+    and end are those of the launch in front, that of ``compile_value_mean`` with ``of_runs``. It writes means and
+    differences float32 (b, runs, h, dv), what the keys of each run lose and what those of the run in front lose more,
+    and changes int32 (b, h, 4): what is not 0 in any of the four where not all lose the same. dv is at most 256.
 
     It starts before the launch in front has ended, and the next kernel may before it has, as behind that one.
     """
@@ -68,7 +68,7 @@ def compile_run_means(config: RunMeansConfig, options: str = ""):
         RunMeansKernel(config),
         strided(DSL_DTYPES[config.dtype], (b, s, h, dv), CHUNK),
         strided(Float32, (2, b, runs, h, dv), 1),
-        strided(Float32, (b, runs, h, dv), 1),
+        *(strided(Float32, (b, runs, h, dv), 1) for _ in range(2)),
         strided(Int32, (b, h, MOST_PARTS), 1),
         Int32(0),
         Int32(0),

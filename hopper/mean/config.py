@@ -19,12 +19,14 @@ FEWEST_SAMPLED, MOST_SAMPLED = 512, 16384
 """Of so many keys the mean is that of a quarter: of fewer there would be few left, and of more it would have to be
 closer."""
 
-MOST_SAMPLED_IN_RUNS = 8192
-"""The same of means of runs. Of more keys a quarter leaves means that differ by less than it can tell, which lognormal
-values on a slope do not bear: 1.6 times the error of two levels at 16384 keys."""
+MOST_QUARTERED_IN_RUNS, MOST_HALVED_IN_RUNS = 8192, 16384
+"""Means of runs are those of a quarter up to the first of these numbers of keys in all, and of half up to the second.
+Of more keys a quarter leaves means that differ by less than it can tell, which lognormal values on a slope do not bear:
+1.6 times the error of two levels at 16384 keys."""
 
-RUN, RUNS = 8, 4
-"""Keys that are looked at one behind the other, of so many times as many."""
+RUN, LOG_RUNS = 8, 2
+RUNS = 1 << LOG_RUNS
+"""Keys that are looked at one behind the other, of so many times as many where that is a quarter of them."""
 
 STEP_EXPONENT, CHANCE = -6, 3.0
 """A mean is a multiple of 2 to this exponent, in units of the power of two below the spread of its column, and at least
@@ -51,6 +53,10 @@ MOST_PARTS = 4
 
 COLUMNS = 64
 """Of a head, that are taken at once: 128 bytes of a row."""
+
+GROUPS_AT_ONCE = 4
+"""Groups of runs that have a thread for each column, when these have been found: so few threads start beside the CTAs
+that find runs."""
 
 CHUNK = 8
 """Columns that a thread loads at once: 16 bytes."""
@@ -170,20 +176,26 @@ def is_sampled(keys: Any) -> Any:
     return (keys >= FEWEST_SAMPLED) & (keys <= MOST_SAMPLED)
 
 
-def is_run_sampled(run: Any, keys: Any) -> Any:
-    """Whether a quarter is looked at of a run of so many keys, of ``keys`` in all."""
-    return (run >= FEWEST_SAMPLED) & (keys <= MOST_SAMPLED_IN_RUNS)
+def halvings(keys: Any, number: Callable[[Any], Any] = int) -> Any:
+    """How often the keys are halved, until as many are left as are looked at. ``number`` makes one of a condition."""
+    return LOG_RUNS * number(is_sampled(keys))
 
 
-def sample_size(length: Any) -> Any:
-    """Keys that are looked at in a group of ``length`` that is sampled."""
-    return length // (RUN * RUNS) * RUN
+def halvings_of_run(run: Any, keys: Any, number: Callable[[Any], Any] = int) -> Any:
+    """The same of a run of so many keys, of ``keys`` in all."""
+    often = number(keys <= MOST_QUARTERED_IN_RUNS) + number(keys <= MOST_HALVED_IN_RUNS)
+    return number(run >= FEWEST_SAMPLED) * often
 
 
-def run_of(block: Any) -> Any:
-    """Which of the RUNS runs of a block is looked at: another one in the next block, so that what comes back every so
-    many keys is not met again and again."""
-    return (block + (block >> 2) + (block >> 4)) & (RUNS - 1)
+def sample_size(length: Any, often: Any = LOG_RUNS) -> Any:
+    """Keys that are looked at in a group of ``length``, one time or more halved."""
+    return (length >> often) // RUN * RUN
+
+
+def run_of(block: Any, often: Any = LOG_RUNS) -> Any:
+    """Which run is looked at, of those of a block: another one in the next block, so that what comes back every so many
+    keys is not met again and again."""
+    return (block + (block >> 2) + (block >> 4)) & ((1 << often) - 1)
 
 
 def count_mean_ctas(sequences: int, kv_heads: int, head_dim_v: int, cluster: int) -> int:

@@ -21,7 +21,6 @@ from hopper.mean.config import (
     OUTLYING,
     ROWS_OF_WARP,
     RUN,
-    RUNS,
     SMALL_FIRST,
     SMALL_FIRSTS,
     STEP_EXPONENT,
@@ -29,7 +28,7 @@ from hopper.mean.config import (
     WARP_THREADS,
     ValueMeanConfig,
     groups_of,
-    is_sampled,
+    halvings,
     run_of,
     sample_size,
     sorting_pairs,
@@ -103,8 +102,8 @@ class ValueMeanKernel:
         groups = groups if keys > 0 else Int32(0)
 
         column = first_column + lane % LANES_OF_ROW * CHUNK
-        samples = self._samples(mV, keys)
-        counted = sample_size(length) if samples else length
+        often = self._halvings(mV, keys)
+        counted = sample_size(length, often) if often > 0 else length
         for i in cutlass.range_constexpr(c.groups_of_warp):
             part = warp * c.groups_of_warp + i
             group = rank * c.groups + part // c.warps_of_group
@@ -114,7 +113,7 @@ class ValueMeanKernel:
             address = Int64(entry) * mV.stride[0] + Int64(key) * mV.stride[1] + Int64(head) * mV.stride[2]
             address = mV.iterator.toint() + 2 * (address + (column if is_there else Int32(0)))
             rows = counted if is_there else Int32(0)
-            self._add_up(address, 2 * Int64(mV.stride[1]), (rows, samples), (sums, pivots), (part, lane))
+            self._add_up(address, 2 * Int64(mV.stride[1]), (rows, often), (sums, pivots), (part, lane))
         cute.arch.sync_threads()
         if const_expr(c.cluster > 1):
             cute.arch.cluster_wait()
@@ -136,9 +135,9 @@ class ValueMeanKernel:
         """(entry of V that a sequence is in, its first row there, its rows)."""
         return sequence, Int32(0), Int32(mV.shape[1])
 
-    def _samples(self, mV: cute.Tensor, keys: Int32) -> Boolean:
-        """Whether a quarter of the keys of a sequence is looked at."""
-        return is_sampled(keys)
+    def _halvings(self, mV: cute.Tensor, keys: Int32) -> Int32:
+        """How often the keys of a sequence are halved."""
+        return halvings(keys, Int32)
 
     @cute.jit
     def _finish(self, received: cute.Tensor, looked_at: tuple, results: tuple, place: tuple):
@@ -153,9 +152,9 @@ class ValueMeanKernel:
     @cute.jit
     def _add_up(self, address: Int64, stride: Int64, counted: tuple, shared: tuple, place: tuple):
         """Of the rows of a group, from byte ``address`` on: the sums of a warp, and the first row, to shared memory.
-        ``counted`` are the rows that are looked at, and whether there are others; ``place`` the number of the sums,
-        warps of a group one behind the other, and the lane."""
-        (rows, samples), (sums, pivots), (part, lane) = counted, shared, place
+        ``counted`` are the rows that are looked at, and how often the rows were halved; ``place`` the number of the
+        sums, warps of a group one behind the other, and the lane."""
+        (rows, often), (sums, pivots), (part, lane) = counted, shared, place
         warps, loads = self.config.warps_of_group, self.config.loads
         pivot_words = cute.make_rmem_tensor(WORDS, Int32)
         cute.autovec_copy(words_at(address, WORDS), pivot_words)
@@ -169,7 +168,7 @@ class ValueMeanKernel:
             for i in cutlass.range_constexpr(loads):
                 number = start + i * step
                 block = number // RUN
-                row = (block * RUNS + run_of(block)) * RUN + number % RUN if samples else number
+                row = ((block << often) + run_of(block, often)) * RUN + number % RUN
                 # In place of a row that is not there the first, which adds nothing.
                 row = row if number < rows else Int32(0)
                 cute.autovec_copy(words_at(address + Int64(row) * stride, WORDS), loaded[None, i])

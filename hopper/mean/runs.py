@@ -10,10 +10,10 @@ from hopper.mean.config import (
     COLUMNS,
     FAR_VARIANCES,
     GROUPS,
+    GROUPS_AT_ONCE,
     MOST_PARTS,
-    RUNS,
     RunMeansConfig,
-    is_run_sampled,
+    halvings_of_run,
 )
 from hopper.mean.kernel import (
     ValueMeanKernel,
@@ -24,8 +24,6 @@ from hopper.mean.kernel import (
     worth_subtracting,
 )
 from hopper.quantize.words import reciprocal
-
-LOG_RUNS = RUNS.bit_length() - 1
 
 
 class RunStatisticsKernel(ValueMeanKernel):
@@ -50,8 +48,8 @@ class RunStatisticsKernel(ValueMeanKernel):
         first = maximum(stop - run, 0)
         return entry, first, minimum(stop, mV.shape[1]) - first
 
-    def _samples(self, mV: cute.Tensor, keys: Int32) -> Boolean:
-        return is_run_sampled(keys, Int32(mV.shape[1]))
+    def _halvings(self, mV: cute.Tensor, keys: Int32) -> Int32:
+        return halvings_of_run(keys, Int32(mV.shape[1]), Int32)
 
     @cute.jit
     def _finish(self, received: cute.Tensor, looked_at: tuple, results: tuple, place: tuple):
@@ -65,13 +63,15 @@ class RunStatisticsKernel(ValueMeanKernel):
 
 
 class RunMeansKernel:
-    """What ``RunStatisticsKernel`` has found -> float32 (batch, runs, heads, columns): what the keys of each run lose,
-    and int32 (batch, heads, MOST_PARTS), not 0 where runs of some columns lose something else than the others.
+    """What ``RunStatisticsKernel`` has found -> two of float32 (batch, runs, heads, columns), what the keys of each run
+    lose, and what those of the run in front lose more, and int32 (batch, heads, MOST_PARTS), not 0 where runs of some
+    columns lose something else than the others.
 
     ``hopper_attention.quantization_rules.means_of_runs`` has the rule. A CTA takes ``COLUMNS`` columns of a head, and
-    a thread one of them in one of ``GROUPS`` groups of neighbouring runs.
+    a thread one of them in some of ``GROUPS`` groups of neighbouring runs.
 
-    It starts while the kernel in front still works (programmatic dependent launch), as the quantizer does behind it.
+    It starts while the kernel in front still works (programmatic dependent launch), as the quantizer does behind it. So
+    its CTAs are small: one that waited for an SM to be empty would keep the quantizer from starting.
     """
 
     def __init__(self, config: RunMeansConfig):
@@ -83,6 +83,7 @@ class RunMeansKernel:
         mV: cute.Tensor,
         mStatistics: cute.Tensor,
         mMeans: cute.Tensor,
+        mDifferences: cute.Tensor,
         mChanges: cute.Tensor,
         run: Int32,
         end: Int32,
@@ -90,9 +91,9 @@ class RunMeansKernel:
     ):
         """Launch; ``compile_run_means`` says what the arguments are."""
         parts = ceil_div(mV.shape[3], COLUMNS)
-        self.kernel(mV, mStatistics, mMeans, mChanges, run, end).launch(
+        self.kernel(mV, mStatistics, mMeans, mDifferences, mChanges, run, end).launch(
             grid=(parts, mV.shape[2], mV.shape[0]),
-            block=(COLUMNS * GROUPS, 1, 1),
+            block=(COLUMNS * GROUPS_AT_ONCE, 1, 1),
             stream=stream,
             use_pdl=True,
             # Unless told, the DSL asks the GPU for its shared memory, and there may be none when compiling.
@@ -105,6 +106,7 @@ class RunMeansKernel:
         mV: cute.Tensor,
         mStatistics: cute.Tensor,
         mMeans: cute.Tensor,
+        mDifferences: cute.Tensor,
         mChanges: cute.Tensor,
         run: Int32,
         end: Int32,
@@ -116,39 +118,31 @@ class RunMeansKernel:
         changes = storage.changes.get_tensor(cute.make_layout(1))
         thread, _, _ = cute.arch.thread_idx()
         part, head, entry = cute.arch.block_idx()
-        column, group = thread % COLUMNS, thread // COLUMNS
+        column, first_group = thread % COLUMNS, thread // COLUMNS
         own, columns, keys = part * COLUMNS + column, Int32(mV.shape[3]), Int32(mV.shape[1])
         readable = minimum(own, columns - 1)
         first = mV[entry, 0, head, readable].to(Float32)
         runs = Int32(mMeans.shape[1])
-        groups = minimum(runs, GROUPS)
-        begin, stop = group * runs // groups, (group + 1) * runs // groups
-        stop = stop if group < groups else begin
-        looked_at = keys >> LOG_RUNS if is_run_sampled(keys, keys) else keys
+        looked_at = keys >> halvings_of_run(keys, keys, Int32)
         if thread == 0:
             changes[0] = Int32(0)
         cute.arch.griddepcontrol_wait()
         statistics = [mStatistics[i, entry, None, head, readable] for i in range(2)]
-        self._join_runs(statistics, (begin, stop), received, (column, group))
+        self._join_runs(statistics, runs, received, (column, first_group))
         cute.arch.sync_threads()
-        if group == 0:
+        if first_group == 0:
             of_all[column] = worth_subtracting(received, column, (own, columns), first, looked_at)
         cute.arch.sync_threads()
         changed = Boolean(False)
+        begin, stop = first_group * runs // GROUPS_AT_ONCE, (first_group + 1) * runs // GROUPS_AT_ONCE
+        of_column = first, of_all[column], own < columns
+        before, _ = self._lost(statistics, maximum(begin - 1, 0), (run, end, keys), of_column)
         for number in cutlass.range(begin, stop, unroll=1):
-            mean, variance = statistics[0][number], statistics[1][number]
-            last = end - number * run
-            own_keys = minimum(last, keys) - maximum(last - run, 0)
-            counted = own_keys >> LOG_RUNS if is_run_sampled(own_keys, keys) else own_keys
-            distance = mean - of_all[column]
-            rounded = on_the_grid(distance, variance)
-            is_far = distance * distance * Float32(counted) > Float32(FAR_VARIANCES) * variance
-            is_far = is_far & is_number(rounded) & is_number(mean) & (own < columns)
-            lost = of_all[column] + (rounded if is_far else Float32(0.0))
-            spared = sparing_the_first(lost, first, variance, counted)
-            lost = spared if is_far & (number == runs - 1) else lost
+            lost, is_far = self._lost(statistics, number, (run, end, keys), of_column)
             if own < columns:
                 mMeans[entry, number, head, own] = lost
+                mDifferences[entry, number, head, own] = before - lost
+            before = lost
             changed = changed | is_far
         if changed:
             changes[0] = Int32(1)
@@ -157,19 +151,50 @@ class RunMeansKernel:
             mChanges[entry, head, thread] = changes[0] if thread == part else Int32(0)
 
     @cute.jit
-    def _join_runs(self, statistics: list, bounds: tuple, received: cute.Tensor, place: tuple):
-        """The mean of runs, and that of their variances; NaN where none has numbers."""
-        (begin, stop), (column, group) = bounds, place
-        total, variances, count = Float32(0.0), Float32(0.0), Int32(0)
-        for number in cutlass.range(begin, stop, unroll=2):
-            mean = statistics[0][number]
-            counts = is_number(mean)
-            total += mean if counts else Float32(0.0)
-            variances += statistics[1][number] if counts else Float32(0.0)
-            count += Int32(1) if counts else Int32(0)
-        inverse = reciprocal(Float32(maximum(count, 1)))
-        received[column, group, 0] = total * inverse if count > 0 else Float32.nan
-        received[column, group, 1] = variances * inverse
+    def _join_runs(self, statistics: list, runs: Int32, received: cute.Tensor, place: tuple):
+        """For each group the mean of its runs, and that of their variances; NaN where none has numbers. Loads of some
+        groups are under way together."""
+        (column, first_group), groups = place, minimum(runs, GROUPS)
+        own = [first_group + i * GROUPS_AT_ONCE for i in range(GROUPS // GROUPS_AT_ONCE)]
+        begins = [group * runs // groups for group in own]
+        stops = [(group + 1) * runs // groups for group in own]
+        totals, counts = cute.make_rmem_tensor((2, len(own)), Float32), cute.make_rmem_tensor(len(own), Int32)
+        totals.fill(0.0)
+        counts.fill(0)
+        for i in cutlass.range(ceil_div(runs, groups), unroll=1):
+            loaded = cute.make_rmem_tensor((2, len(own)), Float32)
+            for g in cutlass.range_constexpr(len(own)):
+                for which in cutlass.range_constexpr(2):
+                    loaded[which, g] = statistics[which][minimum(begins[g] + i, runs - 1)]
+            for g in cutlass.range_constexpr(len(own)):
+                counts_too = own[g] < groups and begins[g] + i < stops[g] and is_number(loaded[0, g])
+                for which in cutlass.range_constexpr(2):
+                    totals[which, g] += loaded[which, g] if counts_too else Float32(0.0)
+                counts[g] += Int32(1) if counts_too else Int32(0)
+        for g in cutlass.range_constexpr(len(own)):
+            inverse = reciprocal(Float32(maximum(counts[g], 1)))
+            received[column, own[g], 0] = totals[0, g] * inverse if counts[g] > 0 else Float32.nan
+            received[column, own[g], 1] = totals[1, g] * inverse
+
+    @cute.jit
+    def _lost(
+        self, statistics: list, number: Int32, lengths: tuple, of_column: tuple
+    ) -> tuple[Float32, Boolean]:
+        """(what a column of a run loses, whether that is a mean of its own). ``lengths`` are the keys of a run, where
+        the first run ends, and all keys; ``of_column`` are the first value of the column, the mean of all its keys, and
+        whether it is there."""
+        (run, end, keys), (first, of_all, is_there) = lengths, of_column
+        mean, variance = statistics[0][number], statistics[1][number]
+        last = end - number * run
+        own_keys = minimum(last, keys) - maximum(last - run, 0)
+        counted = own_keys >> halvings_of_run(own_keys, keys, Int32)
+        distance = mean - of_all
+        rounded = on_the_grid(distance, variance)
+        is_far = distance * distance * Float32(counted) > Float32(FAR_VARIANCES) * variance
+        is_far = is_far & is_number(rounded) & is_number(mean) & is_there
+        lost = of_all + (rounded if is_far else Float32(0.0))
+        spared = sparing_the_first(lost, first, variance, counted)
+        return spared if is_far & (last <= run) else lost, is_far
 
     def _shared_storage(self) -> type:
         @cute.struct

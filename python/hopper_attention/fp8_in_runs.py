@@ -27,26 +27,26 @@ class InRunsLauncher(QuantizeAndAttend):
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, wants_lse: bool, constants: Constants
     ) -> tuple[Tensor, Tensor]:
         pieces = work_memory(q.device, self.device_index, self.pieces).tensors
-        parts, (room, statistics, changes, notes) = pieces[:OUTPUTS], pieces[OUTPUTS:]
-        means, of_runs, of_last = self.runs.views(room)
-        self.finder.fill(v, statistics, means, changes)
+        parts, (statistics, own, room, changes, notes) = pieces[:OUTPUTS], pieces[OUTPUTS:]
+        means, of_runs, of_last, differences = self.runs.views(own, room)
+        self.finder.fill(v, statistics, means, differences, changes)
         self.quantizer.fill(parts, q, k, v, Extras(*constants.extras[:3], of_runs))
         out, lse = self.results(wants_lse, constants.no_lse)
         tensors, scales = (*parts[:3], out, lse), (*parts[3:], constants.ones)
         # What the run of the first keys has lost is added to the output.
-        of_call = of_last, self.rows_q, softmax_scale, self.window, (means, changes, notes)
+        of_call = of_last, self.rows_q, softmax_scale, self.window, (differences, changes, notes)
         self.attention.queue(tensors, scales, *of_call)
         return out, lse
 
     def steps(self, constants: Constants) -> list[Step]:
         q, k, v, out, lse, counter, scale, *pieces = map(Given, range(7 + len(self.pieces)))
-        parts, (room, statistics, changes, notes) = pieces[:OUTPUTS], pieces[OUTPUTS:]
-        means, of_runs, of_last = self.runs.parts(room.number)
+        parts, (statistics, own, room, changes, notes) = pieces[:OUTPUTS], pieces[OUTPUTS:]
+        means, of_runs, of_last, differences = self.runs.parts(own.number, room.number)
         tensors, scales = (*parts[:3], out, lse), (*parts[3:], constants.ones)
-        of_call = counter, scales, of_last, self.rows_q, scale, self.window, (means, changes, notes)
+        of_call = counter, scales, of_last, self.rows_q, scale, self.window, (differences, changes, notes)
         extras = Extras(*constants.extras[:3], of_runs)
         return [
-            *self.finder.steps(v, statistics, means, changes, keys=self.pieces[1].shape[1]),
+            *self.finder.steps(v, statistics, means, differences, changes, keys=self.pieces[1].shape[1]),
             Step(self.quantizer.kernel, (q, k, v, *parts, *extras, self.quantizer.num_ctas)),
             Step(self.attention.kernel, self.attention.arguments(tensors, *of_call)),
         ]

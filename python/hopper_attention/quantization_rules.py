@@ -41,19 +41,19 @@ from hopper.mean.config import (
     E4M3_BITS,
     FAR_VARIANCES,
     GROUPS,
+    LOG_RUNS,
     MOST_KEPT,
     MOST_LEFT,
     MOST_LEFT_OF_SMALL,
     NEIGHBOURS,
     OUTLYING,
     RUN,
-    RUNS,
     SMALL_FIRST,
     SMALL_FIRSTS,
     STEP_EXPONENT,
     groups_of,
-    is_run_sampled,
-    is_sampled,
+    halvings,
+    halvings_of_run,
     run_of,
     sample_size,
 )
@@ -271,7 +271,7 @@ def robust_mean_of_keys(x: torch.Tensor) -> torch.Tensor:
     normal values none is left out: what lies further from their mean than this would bring back some of the sums that
     it is to keep small.
     """
-    return _robust_mean(_segments(x)[0])
+    return _robust_mean(_segments(x, halvings(x.shape[1]))[0])
 
 
 def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
@@ -292,8 +292,9 @@ def mean_worth_subtracting(v: torch.Tensor) -> torch.Tensor:
     is small in all of some neighbouring columns, and few keys lose little by their mean, a column keeps it.
     """
     groups, length = groups_of(v.shape[1])
-    counted = sample_size(length) if is_sampled(v.shape[1]) else length
-    return worth_subtracting(*_segments(v), v[:, 0].float(), groups * counted)
+    often = halvings(v.shape[1])
+    counted = sample_size(length, often) if often else length
+    return worth_subtracting(*_segments(v, often), v[:, 0].float(), groups * counted)
 
 
 def worth_subtracting(
@@ -321,8 +322,8 @@ def means_of_runs(v: torch.Tensor, run: int, end: int) -> tuple[torch.Tensor, to
 
     FP8 WGMMA cuts off what is small against the sum that it is added to, and a mean that is left makes a sum of one
     sign. The kernel notes the sums of P of runs of ``run`` keys, counted from ``end`` back, which may lie behind the
-    last key, so that it can add what each has lost. Up to MOST_SAMPLED_IN_RUNS keys in all a quarter of a run is looked
-    at, if it is not a short one.
+    last key, so that it can add what each has lost. A part of a run is looked at, if it is not a short one
+    (``halvings_of_run``).
 
     That is ``mean_worth_subtracting``, of groups of runs in place of segments, for all runs whose mean lies close to
     it. One that lies far away loses its own: far is so many standard errors that it is not by chance, and sums of one
@@ -336,8 +337,8 @@ def means_of_runs(v: torch.Tensor, run: int, end: int) -> tuple[torch.Tensor, to
     runs, first = -(-end // run), v[:, 0].float()
     bounds = [(max(end - (number + 1) * run, 0), end - number * run) for number in range(runs)]
     lengths = [min(stop, v.shape[1]) - start for start, stop in bounds]
-    sampled = [bool(is_run_sampled(length, v.shape[1])) for length in lengths]
-    segments = [_segments(v[:, slice(*b)], samples=x) for b, x in zip(bounds, sampled, strict=True)]
+    halved = [halvings_of_run(length, v.shape[1]) for length in lengths]
+    segments = [_segments(v[:, slice(*b)], often) for b, often in zip(bounds, halved, strict=True)]
     means = torch.stack([torch.where(m.isnan().all(1), math.nan, _robust_mean(m)) for m, _ in segments], 1)
     variances = torch.stack([_median_of_numbers(x).squeeze(1).nan_to_num() for _, x in segments], 1)
     groups = min(runs, GROUPS)
@@ -346,9 +347,9 @@ def means_of_runs(v: torch.Tensor, run: int, end: int) -> tuple[torch.Tensor, to
     for x in (means, variances):
         of_groups = torch.stack([_mean_of_numbers(x[:, part], means[:, part]) for part in parts], 1)
         joined.append(pad(of_groups, missing, value=math.nan))
-    looked_at = v.shape[1] // RUNS if is_run_sampled(v.shape[1], v.shape[1]) else v.shape[1]
+    looked_at = v.shape[1] >> halvings_of_run(v.shape[1], v.shape[1])
     of_all = worth_subtracting(joined[0], joined[1], first, looked_at)
-    counts = [x // RUNS if samples else x for x, samples in zip(lengths, sampled, strict=True)]
+    counts = [length >> often for length, often in zip(lengths, halved, strict=True)]
     keys = v.new_tensor(counts, dtype=torch.float32)
     distance = means - of_all[:, None]
     is_far = distance * distance * keys[:, None, None] > FAR_VARIANCES * variances
@@ -393,15 +394,15 @@ def _sparing_the_first(
     return torch.where(left * left * keys < most * squared, exact, mean)
 
 
-def _segments(x: torch.Tensor, samples: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the variance of x (b, s, hk, d) over each segment of the keys, or a quarter of it, where it
-    ``samples``, by default as many keys as these ask for: float32 (b, GROUPS, hk, d), both NaN where one of them is not
-    finite, and behind the last. Differences from the first key are added up, which cancels less."""
+def _segments(x: torch.Tensor, often: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean and the variance of x (b, s, hk, d) over each segment of the keys, so ``often`` halved: float32 (b,
+    GROUPS, hk, d), both NaN where one of them is not finite, and behind the last. Differences from the first key are
+    added up, which cancels less."""
     groups, length = groups_of(x.shape[1])
     segments = x[:, : groups * length].unflatten(1, (groups, length))
     first = segments[:, :, 0].float()
-    if is_sampled(x.shape[1]) if samples is None else samples:
-        segments = segments[:, :, keys_looked_at(torch.arange(length, device=x.device), length)]
+    if often:
+        segments = segments[:, :, keys_looked_at(torch.arange(length, device=x.device), length, often)]
     differences = segments - first.unsqueeze(2)
     shift = differences.mean(2)
     means, variances = first + shift, differences.square().mean(2) - shift * shift
@@ -409,10 +410,11 @@ def _segments(x: torch.Tensor, samples: bool | None = None) -> tuple[torch.Tenso
     return only_numbers(*(pad(x, missing, value=math.nan) for x in (means, variances)))
 
 
-def keys_looked_at(key: torch.Tensor, length: int | torch.Tensor) -> torch.Tensor:
-    """Whether keys of a segment of ``length`` that is sampled count, by their number in it."""
-    block, whole = key // (RUN * RUNS), length // (RUN * RUNS)
-    return (block < whole) & (key % (RUN * RUNS) // RUN == run_of(block))
+def keys_looked_at(key: torch.Tensor, length: int | torch.Tensor, often: int = LOG_RUNS) -> torch.Tensor:
+    """Whether keys of a segment of ``length``, so ``often`` halved, count, by their number in it."""
+    size = RUN << often
+    block = key // size
+    return (block < length // size) & (key % size // RUN == run_of(block, often))
 
 
 def only_numbers(means: torch.Tensor, variances: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

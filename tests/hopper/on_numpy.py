@@ -322,7 +322,7 @@ def fp8_forward_on_numpy(
     sides: tuple[int, ...] = (),
     runs: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse as the FP8 kernel leaves them; ``sides`` of its window, ``runs`` those of ``MeansOfRuns``."""
+    """out and lse as the FP8 kernel leaves them; ``sides`` of its window, ``runs`` means of V's and ``changes``."""
     c, q, k, v = config, parts.q, parts.k, parts.v
     if c.v_rows:
         v_map = row_map(v.row_major().data, c.tile_n, c.head_dim_v)
@@ -341,7 +341,8 @@ def fp8_forward_on_numpy(
     arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     if c.run_blocks:  # of whose memory nobody may read what was there before
         means, changes = runs or (mean_v[:, :0, None], torch.zeros(len(mean_v), 0, 4, dtype=torch.int32))
-        for x, n in ((means, 4), (changes, 2), (torch.full((c.note_floats * means.shape[1],), math.nan), 1)):
+        steps = torch.cat([math.nan * means[:, :1], means[:, :-1] - means[:, 1:]], 1)
+        for x, n in ((steps, 4), (changes, 2), (math.nan * torch.ones(c.note_floats * means.shape[1]), 1)):
             arguments.tensor(x, tuple(x.shape[:n]), x.stride()[:-1])
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)

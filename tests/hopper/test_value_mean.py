@@ -54,10 +54,10 @@ def mean_on_numpy(v: Tensor, cluster: int) -> Tensor:
     return mean
 
 
-def means_on_numpy(v: Tensor, run: int, end: int, cluster: int) -> tuple[Tensor, Tensor]:
+def means_on_numpy(v: Tensor, run: int, end: int, cluster: int) -> tuple[Tensor, Tensor, Tensor]:
     (batch, _, heads, columns), runs = v.shape, -(-end // run)
     statistics = torch.full((2, batch, runs, heads, columns), math.nan)
-    means = torch.full((batch, runs, heads, columns), math.nan)
+    means, differences = (torch.full((batch, runs, heads, columns), math.nan) for _ in range(2))
     changes = torch.full((batch, heads, MOST_PARTS), -1, dtype=torch.int32)
     arguments = Arguments()
     arguments.tensor(v, tuple(v.shape), v.stride()[:-1])
@@ -69,12 +69,13 @@ def means_on_numpy(v: Tensor, run: int, end: int, cluster: int) -> tuple[Tensor,
     arguments = Arguments()
     arguments.tensor(v, tuple(v.shape), v.stride()[:-1])
     arguments.tensor(statistics, tuple(statistics.shape)[1:], statistics.stride()[:-1])
-    arguments.tensor(means, tuple(means.shape), means.stride()[:-1])
+    for x in (means, differences):
+        arguments.tensor(x, tuple(x.shape), x.stride()[:-1])
     arguments.tensor(changes, (batch, heads), changes.stride()[:-1])
     arguments.add(run, end)
     config = RunMeansConfig(DTYPE_NAMES[v.dtype])
     arguments.launch(program_of(config), (-(-columns // COLUMNS), heads, batch))
-    return means, changes
+    return means, differences, changes
 
 
 def draw(batch: int, keys: int, heads: int, columns: int) -> Tensor:
@@ -143,7 +144,13 @@ def test_packed_sequences_have_what_each_has_by_itself(used: dict[str, tuple], c
 
 @pytest.mark.parametrize(
     ("batch", "keys", "heads", "columns", "run", "end", "cluster"),
-    [(2, 1500, 2, 64, 512, 1536, 1), (1, 700, 1, 80, 512, 704, 8), (1, 1031, 1, 8, 256, 1152, 2)],
+    [
+        (2, 1500, 2, 64, 512, 1536, 1),
+        (1, 700, 1, 80, 512, 704, 8),
+        (1, 1031, 1, 8, 256, 1152, 2),
+        (1, 8500, 1, 8, 1024, 8576, 2),
+        (1, 16500, 1, 8, 512, 16512, 8),
+    ],
 )
 def test_means_of_runs(
     batch: int, keys: int, heads: int, columns: int, run: int, end: int, cluster: int
@@ -154,9 +161,10 @@ def test_means_of_runs(
     v[:, : keys // 3, -1, 3] += 1.0
     v[:, 5, :, 4] = math.nan
     v = v.bfloat16()
-    found, changes = means_on_numpy(v, run, end, cluster)
+    found, differences, changes = means_on_numpy(v, run, end, cluster)
     twin, twin_changes = means_of_runs(v, run, end)
     assert torch.equal(found, twin) and torch.equal(changes.amax(-1), twin_changes)
+    assert torch.equal(differences[:, 1:], found[:, :-1] - found[:, 1:]) and not differences[:, 0].any()
     assert twin_changes[:, -1].all() and not changes[:, :-1].any() and not changes[:, :, 1:].any()
     same = found == found[:, :1]
     assert same[:, :, :-1].all() and same[..., 5:].all() and not same[:, :, -1, 2].all()

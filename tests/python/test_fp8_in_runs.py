@@ -64,16 +64,17 @@ def test_each_part_of_a_run_loses_its_mean(seen: Seen) -> None:
     ]
     assert str(names[2]).endswith("runs16") and str(names[3]).endswith("runs64") and len(names) == 4
     assert explain_fp8(q, k, v, device_capability=(9, 0)).quantizer_config.name == names[2]
-    (_, _, statistics, *of_first), (_, _, same, means, changes, *of_second) = seen[:2]
+    (_, _, statistics, *of_first), (_, _, same, means, differences, changes, *of_second) = seen[:2]
     # Runs of 16 blocks of 128 keys; the last block has 32 of them.
     assert of_first == of_second == [2048, 20_096] and same is statistics
     assert statistics.shape == (2, 1, 10, 2, HEAD_DIM) and means.shape == (1, 10, 2, HEAD_DIM)
+    assert differences.shape == means.shape and differences.data_ptr() != means.data_ptr()
     assert changes.shape == (1, 2, MOST_PARTS)
     lost = seen[2][-2]
     assert lost.shape == (10, 2, HEAD_DIM) and lost.data_ptr() == means.data_ptr()
     *_, of_last, _, _, _, given, same_changes, notes, ctas = seen[3]
     assert of_last.shape == (1, 2, HEAD_DIM) and of_last.data_ptr() == means[:, -1].data_ptr()
-    assert given is means and same_changes is changes and ctas == SMS
+    assert given is differences and same_changes is changes and ctas == SMS
     assert notes.numel() == SMS * 3 * 128 * 10
 
 
@@ -122,9 +123,10 @@ def test_a_call_like_an_earlier_one_launches_the_same(
     first, again = calls[0], calls[-1]
     assert [list(map(facts_of, x)) for x in first] == [list(map(facts_of, x)) for x in again]
     if not options:
-        (_, _, statistics, *_), (_, _, same, means, changes, *_), (*_, lost, _), attention = again
+        (_, _, statistics, *_), (_, _, same, means, *others), (*_, lost, _), attention = again
         *_, of_last, _, _, _, given, same_changes, notes, _ = attention
-        assert same is statistics and same_changes is changes and given.data_ptr() == means.data_ptr()
+        differences, changes, *_ = others
+        assert same is statistics and same_changes is changes and given.data_ptr() == differences.data_ptr()
         assert lost.data_ptr() == means.data_ptr() and of_last.data_ptr() == means[:, -1].data_ptr()
         assert notes.numel() == SMS * 3 * 128 * means.shape[1]
 

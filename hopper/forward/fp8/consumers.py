@@ -52,9 +52,15 @@ class LaggingConsumer(Consumer):
 
     @cute.jit
     def _blocks_down_to(
-        self, scores: ScoreTile, first: Int32, n_block: Int32, v_state: PipelineState
+        self,
+        scores: ScoreTile,
+        first: Int32,
+        n_block: Int32,
+        v_state: PipelineState,
+        v_is_late: cutlass.Constexpr[bool] = False,
     ) -> tuple[Int32, PipelineState]:
-        """The number of the block behind ``first``, and the state of the V before it.
+        """The number of the block behind ``first``, and the state of the V before it. With ``v_is_late`` no V is
+        awaited early.
 
         The state of the next block is made while a block is computed, not between two of them.
         """
@@ -62,7 +68,7 @@ class LaggingConsumer(Consumer):
         k_state.advance()
         while n_block >= first:
             after = state_after(k_state)
-            self._lagging_block(scores, n_block, (v_state, k_state), False)
+            self._lagging_block(scores, n_block, (v_state, k_state), False, v_is_late)
             v_state, k_state = k_state, after
             n_block = n_block - 1
         return n_block, v_state
@@ -74,6 +80,7 @@ class LaggingConsumer(Consumer):
         n_block: Int32,
         states: tuple[PipelineState, PipelineState],
         is_masked: cutlass.Constexpr[bool],
+        v_is_late: cutlass.Constexpr[bool] = False,
     ):
         """``_overlapped_block`` without a maximum. ``states`` are those of the V before and of the block's K."""
         v_state, k_state = states
@@ -85,7 +92,7 @@ class LaggingConsumer(Consumer):
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
         self.softmax.enter_block(consumer_slot(k_state))
-        if const_expr(self.config.awaits_v_early):
+        if const_expr(self.config.awaits_v_early and not v_is_late):
             self.pipes.v.consumer_wait(k_state)
         warpgroup.wait_group(1)
         self._scores_have_come(k_state)
@@ -95,7 +102,7 @@ class LaggingConsumer(Consumer):
         for r in cutlass.range_constexpr(len(early)):
             self.softmax.exponentiate_by_stale_maximum(acc_S, early[r])
         suffices = self.softmax.maximum_suffices(early)
-        if const_expr(not self.config.awaits_v_early):
+        if const_expr(not self.config.awaits_v_early or v_is_late):
             self.pipes.v.consumer_wait(k_state)
         self.output.wait(self.tOrP, v_state.index)
         self.pipes.v.consumer_release(v_state)
@@ -141,7 +148,7 @@ class HalfScoresConsumer(LaggingConsumer):
 
     def _begin_walk(self, scores: ScoreTile, blocks: KeyBlocks):
         if self.config.run_blocks:
-            self.output.means.begin_walk(divide(self._visited(scores, blocks.last), self.config.mean_blocks))
+            self.output.means.begin_walk(self._run_of(scores, blocks.last)[0])
         super()._begin_walk(scores, blocks)
 
     @cute.jit
@@ -174,29 +181,32 @@ class HalfScoresConsumer(LaggingConsumer):
     def _blocks_with_changes(
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
     ) -> PipelineState:
-        """Where means of V change. Runs are counted from the last block of the sequence, as means are."""
+        """Where means of V change, whose edges are counted from the last block of the sequence. A sum ends at such an
+        edge too, which says whether it has ``run_blocks`` or nearly so many."""
         c = self.config
         while n_block >= blocks.begin:
-            visited = self._visited(scores, n_block)
-            if visited % c.mean_blocks == 0:
-                self.output.note_change(divide(visited, c.mean_blocks))
-                if visited % c.run_blocks == 0:
+            run, blocks_of_it = self._run_of(scores, n_block)
+            if blocks_of_it == 0:
+                self.output.note_change(run)
+                if self.output.means.runs_in_front(run) % (c.run_blocks // c.mean_blocks) == 0:
                     self.output.end_run()
-            first = maximum(blocks.begin, n_block + 1 - (c.mean_blocks - visited % c.mean_blocks))
-            n_block, v_state = self._blocks_down_to(scores, first, n_block, v_state)
+            first = maximum(blocks.begin, n_block + 1 - (c.mean_blocks - blocks_of_it))
+            n_block, v_state = self._blocks_down_to(scores, first, n_block, v_state, v_is_late=True)
         return v_state
 
     @cute.jit
     def _note_change(self, scores: ScoreTile, n_block: Int32):
         """Before a block that is not a tile's first: what O lacks, where the mean of V may change."""
-        visited = self._visited(scores, n_block)
-        if visited % self.config.mean_blocks == 0:
+        run, blocks_of_it = self._run_of(scores, n_block)
+        if blocks_of_it == 0:
             if self.output.means.has_changes():
-                self.output.note_change(divide(visited, self.config.mean_blocks))
+                self.output.note_change(run)
 
-    def _visited(self, scores: ScoreTile, n_block: Int32) -> Int32:
-        """Blocks of the sequence behind one."""
-        return ceil_div(scores.mask.seqlens.seqlen_k, self.config.tile_n) - 1 - n_block
+    def _run_of(self, scores: ScoreTile, n_block: Int32) -> tuple[Int32, Int32]:
+        """(run that a block is in, as means are counted, blocks of the sequence behind it in that run)."""
+        behind = ceil_div(scores.mask.seqlens.seqlen_k, self.config.tile_n) - 1 - n_block
+        run = divide(behind, self.config.mean_blocks)
+        return run, behind - run * self.config.mean_blocks
 
     def _queries_have_come(self):
         self.softmax.lower_queries()

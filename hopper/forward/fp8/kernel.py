@@ -85,14 +85,14 @@ class LongFp8ForwardKernel(Fp8ForwardKernel):
         block_q: Int32,
         block_k: Int32,
         softmax_scale: Float32,
-        means: cute.Tensor,
+        differences: cute.Tensor,
         changes: cute.Tensor,
         notes: cute.Tensor,
         num_ctas: Int32,
         stream,
     ):
         """Launch; what is new are the tensors of ``MeansOfRuns``."""
-        runs = Runs(means, changes, notes)
+        runs = Runs(differences, changes, notes)
         extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k, (runs,))
         tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

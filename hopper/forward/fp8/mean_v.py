@@ -15,7 +15,7 @@ from cute_kernels.fragments import (
     as_rows,
     pair_of_quads,
 )
-from cute_kernels.integers import maximum, minimum
+from cute_kernels.integers import minimum
 from cute_kernels.softmax import clear_empty_rows, normalize_rows, scale_rows
 from hopper.config import WARPGROUP_THREADS
 from hopper.forward.barriers import sync_warpgroup
@@ -32,11 +32,8 @@ HEAD, ENTRY, BEGIN = 4, 5, 6
 NOTE_WORDS = NOTE_FLOATS * LANES_PER_ROW // WARPGROUP_THREADS
 """Of two rows."""
 
-RUNS_AT_ONCE = 2 * LANES_PER_ROW
-"""Of which each lane of a row finds what two of them add to it."""
-
 RUNS_AT_HAND = 32
-"""Whose means have room where a warpgroup's O is staged, which is of 64 rows and 16 bits."""
+"""Whose differences have room where a warpgroup's O is staged, which is of 64 rows and 16 bits."""
 
 COPIED = 4
 """Columns that a thread copies to shared memory: 16 bytes."""
@@ -113,22 +110,25 @@ class MeanOfV(NoCorrection):
 class MeansOfRuns(MeanOfV):
     """``MeanOfV`` where runs of key blocks may have been quantized without a mean each.
 
-    ``means`` is float32 (batch, runs, kv_heads, head_dim_v), 16-byte aligned, the run of the last keys first, with as
-    many columns behind its end as the config has more than it. ``changes`` is int32 (batch, kv_heads, 4), 0 where all
-    runs of a head lost the same. Both have no runs and no heads where that is so of all. ``vector`` is the mean of the
-    run that is visited last.
+    Runs are numbered as the walk comes to them, the run of the last keys first. ``differences`` is float32 (batch,
+    runs, kv_heads, head_dim_v), 16-byte aligned, with as many columns behind its end as the config has more than it:
+    the mean of the run in front, less a run's own; what the first run has is not read. ``changes`` is int32 (batch,
+    kv_heads, 4), 0 where all runs of a head lost the same. Both have no runs and no heads where that is so of all.
+    ``vector`` is the mean of the run that is visited last.
 
-    Of a run without its mean m, O lacks m times the sum of the run's P. So where the walk leaves a run, the sums of the
-    rows so far are noted, and at the end of the tile O is given what it lacks. Until then it holds what varies alone:
-    FP8 WGMMA loses little of that. ``notes``, float32, has ``NOTE_FLOATS`` for each consumer and run: of each two rows
-    of a thread their sums, and the shifts that these are measured from.
+    That mean is added to the whole output. What O lacks is then, of each run but the last, the sum of the run's P times
+    what its mean is more: by parts, the sum over the edges between two runs of P of all keys in front of the edge,
+    times the difference there. So where the walk comes to an edge, the sums of the rows so far are noted, and at the
+    end of the tile O is given what it lacks. Until then it holds what varies alone: FP8 WGMMA loses little of that.
+    ``notes``, float32, has ``NOTE_FLOATS`` for each consumer and run: of each two rows of a thread their sums, and the
+    shifts that these are measured from.
 
-    A thread has a quarter of the columns, so from global memory each mean would come four times to each warp, and late.
-    So the means of ``RUNS_AT_HAND`` runs come to ``staging`` first. Among its words a warp keeps the changes of its
+    A thread has a quarter of the columns, so from global memory each difference would come four times to each warp, and
+    late. So those of ``RUNS_AT_HAND`` runs come to ``staging`` first. Among its words a warp keeps the changes of its
     tile's head, the head, the batch entry, and the run that the walk begins in.
     """
 
-    means: cute.Tensor
+    differences: cute.Tensor
     changes: cute.Tensor
     notes: cute.Tensor
     staging: Staging
@@ -170,6 +170,10 @@ class MeansOfRuns(MeanOfV):
         # All lanes say the same; so the compiler knows.
         return cute.arch.vote_any_sync((changes[0] | changes[1] | changes[2] | changes[3]) != 0)
 
+    def runs_in_front(self, run: Int32) -> Int32:
+        """Of a run that the walk has come to, those that it has visited."""
+        return run - self._begin()
+
     @cute.jit
     def note(self, row_sum: cute.Tensor, shift: cute.Tensor, run: Int32):
         """The sums of the rows so far, of which the thread has parts, where the walk comes to ``run``."""
@@ -184,49 +188,47 @@ class MeansOfRuns(MeanOfV):
     def add(self, acc: cute.Tensor, shift: cute.Tensor, unit: Float32):
         """Give O of a tile, in units of ``unit``, what it lacks; ``shift`` is what its rows are measured from.
 
-        That is the sum over runs of the row's sum of P times the mean, but for the mean of the last run, which the
-        output is given. Some runs at a time, so that loads are under way together.
+        A lane of a row reads what was noted at one of four edges, and the next while these are worked on.
         """
-        words, runs = self.staging.words_of_warp(), self.means.shape[1]
-        begin, inverse = words[BEGIN], cute.arch.rcp_approx(unit)
-        # A walk that begins in the last run has noted nothing.
-        end = runs if begin + 1 < runs else begin
-        for first in cutlass.range(begin, end, RUNS_AT_HAND, unroll=1):
-            self._fetch_means(first)
+        begin, runs = self._begin(), self.differences.shape[1]
+        lane = self._place()[1] % cute.arch.WARP_SIZE
+        of_row = lane % LANES_PER_ROW
+        inverse = cute.arch.rcp_approx(unit)
+        note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
+        for first in cutlass.range(begin + 1, runs, RUNS_AT_HAND, unroll=1):
+            self._fetch(first)
+            self._read_note(note, first + of_row)
             stop = minimum(first + RUNS_AT_HAND, runs)
-            for start in cutlass.range(first, stop, RUNS_AT_ONCE, unroll=1):
-                lane = self._place()[1] & (cute.arch.WARP_SIZE - 1)
-                of_row = lane & (LANES_PER_ROW - 1)
-                factors = []
-                for i in cutlass.range_constexpr(RUNS_AT_ONCE // LANES_PER_ROW):
-                    own = start + i * LANES_PER_ROW + of_row
-                    before = self._sums_before(own, shift, inverse)
-                    behind = self._sums_before(own + 1, shift, inverse)
-                    factors.append([behind[r] - before[r] for r in range(ROWS_PER_THREAD)])
+            for start in cutlass.range(first, stop, LANES_PER_ROW, unroll=1):
+                factors = self._sums_of(note, shift, inverse)
+                self._read_note(note, start + LANES_PER_ROW + of_row)
                 if start == first:
                     cute.arch.cp_async_wait_group(0)
                     sync_warpgroup(self._place()[0])
-                for i in cutlass.range_constexpr(RUNS_AT_ONCE // LANES_PER_ROW):
-                    own = start + i * LANES_PER_ROW
-                    for run in cutlass.range(own, minimum(own + LANES_PER_ROW, stop), unroll=1):
-                        source = lane - of_row + run - own
-                        of_run = [cute.arch.shuffle_sync(x, source) for x in factors[i]]
-                        self._add_mean(acc, of_run, run - first)
+                for run in cutlass.range(start, minimum(start + LANES_PER_ROW, stop), unroll=1):
+                    of_run = [cute.arch.shuffle_sync(x, lane - of_row + run - start) for x in factors]
+                    self._add_difference(acc, of_run, run - first)
 
     @cute.jit
-    def _fetch_means(self, first: Int32):
-        """Those of ``RUNS_AT_HAND`` runs of the tile's head, or fewer, are on their way to where O will be staged."""
+    def _fetch(self, first: Int32):
+        """The differences of ``RUNS_AT_HAND`` runs of the tile's head, or fewer, are on their way to where O will be
+        staged."""
         self.staging.claim()
         wg, thread = self._place()
         words, columns = self.staging.words_of_warp(), self.staging.floats.shape[0] // RUNS_AT_HAND
         lanes = columns // COPIED
         rows = WARPGROUP_THREADS // lanes
         number, column = thread // lanes, thread % lanes * COPIED
-        offset, (by_entry, by_run, by_head) = Int64(column), self.means.stride[:3]
+        offset, (by_entry, by_run, by_head) = Int64(column), self.differences.stride[:3]
         for index, stride in ((words[ENTRY], by_entry), (first + number, by_run), (words[HEAD], by_head)):
             offset += Int64(index) * stride
-        source, target = self.means.iterator.toint() + 4 * offset, self.staging.floats[None, wg].iterator
-        for own in cutlass.range(number, minimum(self.means.shape[1] - first, RUNS_AT_HAND), rows, unroll=1):
+        source, target = (
+            self.differences.iterator.toint() + 4 * offset,
+            self.staging.floats[None, wg].iterator,
+        )
+        for own in cutlass.range(
+            number, minimum(self.differences.shape[1] - first, RUNS_AT_HAND), rows, unroll=1
+        ):
             cute.arch.inline_ptx(
                 "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
                 read_only_args=[target + own * columns + column, source],
@@ -235,44 +237,47 @@ class MeansOfRuns(MeanOfV):
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def _sums_before(self, run: Int32, shift: cute.Tensor, inverse: Float32) -> list[Float32]:
-        """The sums of P of both rows, as O has them, of all blocks that were visited before ``run``: 0 where the walk
-        begins, and behind the last run, as that is what O does not lack."""
-        begin, end = self.staging.words_of_warp()[BEGIN], self.means.shape[1]
-        note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
-        cute.autovec_copy(self._note_of(minimum(maximum(run, begin + 1), end - 1)), note)
-        is_noted = (run > begin) & (run < end)
+    def _read_note(self, note: cute.Tensor, run: Int32):
+        """Of the thread's rows, at the edge in front of ``run``; of one that is not there that of the last."""
+        cute.autovec_copy(self._note_of(minimum(run, self.differences.shape[1] - 1)), note)
+
+    @cute.jit
+    def _sums_of(self, note: cute.Tensor, shift: cute.Tensor, inverse: Float32) -> list[Float32]:
+        """The sums of P of both rows that were noted, as O has them."""
         sums = []
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             so_far = note[r] * inverse * exp2(note[ROWS_PER_THREAD + r] - shift[r])
             # A row without a key so far has no shift.
-            sums.append(so_far if is_noted & (note[r] != Float32(0.0)) else Float32(0.0))
+            sums.append(so_far if note[r] != Float32(0.0) else Float32(0.0))
         return sums
 
     @cute.jit
-    def _add_mean(self, acc: cute.Tensor, factors: list, number: Int32):
-        """Add these times the mean that is number so of those at hand. Columns past head_dim_v, which the store clips,
-        take what lies behind."""
+    def _add_difference(self, acc: cute.Tensor, factors: list, number: Int32):
+        """Add these times the difference that is number so of those at hand. Columns past head_dim_v, which the store
+        clips, take what lies behind."""
         wg, thread = self._place()
         rows, columns = as_rows(acc), self.staging.floats.shape[0] // RUNS_AT_HAND
-        mean = self.staging.floats[None, wg].iterator + (
-            number * columns + COLUMNS_PER_PAIR * self._pair(0, thread)
-        )
+        first = number * columns + COLUMNS_PER_PAIR * self._pair(0, thread)
+        difference = self.staging.floats[None, wg].iterator + first
         # Neighbouring pairs of columns are loaded at once.
         pairs = 2 if self.has_quads else 1
         for j in cutlass.range_constexpr(0, rows.shape[1][1], pairs):
             of_pairs = cute.make_rmem_tensor(pairs * COLUMNS_PER_PAIR, Float32)
-            cute.autovec_copy(cute.make_tensor(mean + j * COLUMNS_PER_GROUP, of_pairs.layout), of_pairs)
+            cute.autovec_copy(cute.make_tensor(difference + j * COLUMNS_PER_GROUP, of_pairs.layout), of_pairs)
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                 for i in cutlass.range_constexpr(pairs * COLUMNS_PER_PAIR):
                     e, pair = i % COLUMNS_PER_PAIR, j + i // COLUMNS_PER_PAIR
                     rows[r, (e, pair)] = multiply_add(of_pairs[i], factors[r], rows[r, (e, pair)])
 
+    def _begin(self) -> Int32:
+        """The run that the walk begins in. All lanes say the same; so the compiler knows."""
+        return cute.arch.make_warp_uniform(self.staging.words_of_warp()[BEGIN])
+
     def _note_of(self, run: Int32) -> cute.Tensor:
         """Where that of the thread's rows is."""
         wg, thread = self._place()
         consumer = cute.arch.block_idx()[0] * self.memory.shape[1] + wg
-        number = consumer * self.means.shape[1] + run
+        number = consumer * self.differences.shape[1] + run
         place = Int64(number) * NOTE_FLOATS + (thread >> LOG_LANES_PER_ROW) * NOTE_WORDS
         address = self.notes.iterator.toint() + 4 * place
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * NOTE_WORDS)

@@ -98,7 +98,7 @@ class BlockScaled(SixteenBits):
             layout = cute.make_layout((WARPGROUP_ROWS * c.head_dim_v // 2, c.consumers))
             of_output = storage.sO.get_tensor(layout, dtype=Float32)
             staging = Staging(of_output, memory, self._first_consumer)
-            return MeansOfRuns(*common, runs.means, runs.changes, runs.notes, staging)
+            return MeansOfRuns(*common, runs.differences, runs.changes, runs.notes, staging)
         return MeanOfV(*common)
 
     @property

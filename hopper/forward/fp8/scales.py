@@ -38,7 +38,7 @@ def blocks_before(row: Int32, block: Int32 | cute.FastDivmodDivisorV2) -> Int32:
 class Runs(NamedTuple):
     """Tensors of a kernel with ``run_blocks``, those of ``MeansOfRuns``."""
 
-    means: cute.Tensor
+    differences: cute.Tensor
     changes: cute.Tensor
     notes: cute.Tensor
 

@@ -58,8 +58,7 @@ class ValueMeanLauncher(Launcher):
 
 
 class RunShape(NamedTuple):
-    """Of means of runs (batch, runs, kv_heads, head_dim_v), the run of the last keys first. A kernel of wider heads
-    may read behind them."""
+    """Of means of runs (batch, runs, kv_heads, head_dim_v), the run of the last keys first."""
 
     batch: int
     runs: int
@@ -72,35 +71,38 @@ class RunShape(NamedTuple):
         return cls(batch, -(-keys // (launcher.mean_blocks * launcher.block)), kv_heads, head_dim_v)
 
     @property
-    def pieces(self) -> tuple[Piece, Piece, Piece]:
-        """Room for the means, what they are found by, and changes."""
+    def pieces(self) -> tuple[Piece, Piece, Piece, Piece]:
+        """Room for what the means are found by, the means, their differences, and changes. Behind the differences a
+        kernel of wider heads may read."""
         room, changes = math.prod(self) + MAX_HEAD_DIM, (self.batch, self.kv_heads, MOST_PARTS)
-        return Piece((room,)), Piece((2, *self)), Piece(changes, torch.int32)
+        return Piece((2, *self)), Piece(self), Piece((room,)), Piece(changes, torch.int32)
 
-    def parts(self, number: int) -> tuple[Part, Part, Part]:
-        """In the room, which is argument ``number``: the means, those of all entries one after the other, and the means
-        of the runs with the first keys."""
+    def parts(self, means: int, differences: int) -> tuple[Part, Part, Part, Part]:
+        """In pieces that are arguments number so much: the means, those of all entries one after the other, those of
+        the runs with the first keys, and the differences."""
         batch, runs, *of_run = self
         flat, (_, *strides), size = (batch * runs, *of_run), new_layout((1, *of_run))[1], math.prod(of_run)
         last = (batch, *of_run), (runs * size, *strides), torch.float32
         byte = 4 * (runs - 1) * size
         return (
-            Part(number, 0, Piece(self).facts),
-            Part(number, 0, Piece(flat).facts),
-            Part(number, byte, last),
+            Part(means, 0, Piece(self).facts),
+            Part(means, 0, Piece(flat).facts),
+            Part(means, byte, last),
+            Part(differences, 0, Piece(self).facts),
         )
 
-    def views(self, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``parts`` of this room, as tensors."""
-        means = room[:-MAX_HEAD_DIM].view(self)
-        return means, means.flatten(0, 1), means[:, -1]
+    def views(self, means: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``parts`` of these pieces, as tensors."""
+        return means, means.flatten(0, 1), means[:, -1], room[:-MAX_HEAD_DIM].view(self)
 
 
 class RunMeans(NamedTuple):
-    """What ``quantization_rules.means_of_runs`` returns, and what it is found by, which is still being read."""
+    """What ``quantization_rules.means_of_runs`` returns, by what the mean of the run in front is more, and what it is
+    found by, which is still being read."""
 
     means: Tensor
     changes: Tensor
+    differences: Tensor
     statistics: Tensor
 
 
@@ -117,22 +119,22 @@ class RunMeansLauncher(Launcher):
     def __call__(self, v: Tensor) -> RunMeans:
         """Those of v, which is ``addressable``, on the current GPU, which is that of this launcher."""
         runs = RunShape.of(v.shape, self)
-        room, statistics, changes = (piece.empty(v.device) for piece in runs.pieces)
-        means, _, _ = runs.views(room)
-        self.fill(v, statistics, means, changes)
-        return RunMeans(means, changes, statistics)
+        statistics, means, room, changes = (piece.empty(v.device) for piece in runs.pieces)
+        differences = runs.views(means, room)[-1]
+        self.fill(v, statistics, means, differences, changes)
+        return RunMeans(means, changes, differences, statistics)
 
-    def fill(self, v: Tensor, statistics: Tensor, means: Tensor, changes: Tensor) -> None:
-        """The same into these."""
-        for kernel, arguments in self.steps(v, statistics, means, changes, keys=v.shape[1]):
+    def fill(self, v: Tensor, *found: Tensor) -> None:
+        """The same into statistics, means, differences and changes."""
+        for kernel, arguments in self.steps(v, *found, keys=v.shape[1]):
             kernel(*arguments)
 
-    def steps(self, v: Any, statistics: Any, means: Any, changes: Any, keys: int) -> list[Step]:
+    def steps(self, v: Any, statistics: Any, *found: Any, keys: int) -> list[Step]:
         """The two launches, of V with so many keys."""
         runs = self.mean_blocks * self.block, -(-keys // self.block) * self.block
         return [
             Step(self.statistics, (v, statistics, *runs)),
-            Step(self.kernel, (v, statistics, means, changes, *runs)),
+            Step(self.kernel, (v, statistics, *found, *runs)),
         ]
 
 
