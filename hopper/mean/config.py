@@ -48,6 +48,9 @@ FAR_VARIANCES = 32.0
 many variances: five standard errors and more, and no less than a mean that is kept (``MOST_KEPT``) where there are
 eight runs."""
 
+FARTHEST = 2.0**126
+"""And where that distance is less than this, so that what two means differ by is a number."""
+
 MOST_PARTS = 4
 """Times so many columns that a head may have."""
 

@@ -9,6 +9,7 @@ from cute_kernels.integers import ceil_div, divide, maximum, minimum
 from hopper.mean.config import (
     COLUMNS,
     FAR_VARIANCES,
+    FARTHEST,
     GROUPS,
     GROUPS_AT_ONCE,
     MOST_PARTS,
@@ -191,7 +192,7 @@ class RunMeansKernel:
         distance = mean - of_all
         rounded = on_the_grid(distance, variance)
         is_far = distance * distance * Float32(counted) > Float32(FAR_VARIANCES) * variance
-        is_far = is_far & is_number(rounded) & is_number(mean) & is_there
+        is_far = is_far & is_number(rounded) & (cute.math.absf(distance) < Float32(FARTHEST)) & is_there
         lost = of_all + (rounded if is_far else Float32(0.0))
         spared = sparing_the_first(lost, first, variance, counted)
         return spared if is_far & (last <= run) else lost, is_far

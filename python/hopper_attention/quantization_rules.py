@@ -40,6 +40,7 @@ from hopper.mean.config import (
     CHANCE,
     E4M3_BITS,
     FAR_VARIANCES,
+    FARTHEST,
     GROUPS,
     LOG_RUNS,
     MOST_KEPT,
@@ -353,6 +354,7 @@ def means_of_runs(v: torch.Tensor, run: int, end: int) -> tuple[torch.Tensor, to
     keys = v.new_tensor(counts, dtype=torch.float32)
     distance = means - of_all[:, None]
     is_far = distance * distance * keys[:, None, None] > FAR_VARIANCES * variances
+    is_far &= distance.abs() < FARTHEST
     lost = of_all[:, None] + torch.where(is_far, _on_the_grid(distance, variances), 0.0)
     last = _sparing_the_first(lost[:, -1], first, variances[:, -1], keys[-1])
     lost[:, -1] = torch.where(is_far[:, -1], last, lost[:, -1])

@@ -97,7 +97,7 @@ def test_sums_of_values_of_any_kind(values: str, head_dim: int, keys: int, causa
     assert error < 1.5 * of_float32
 
 
-@pytest.mark.parametrize("keys", [RUNLESS_KEYS + 1, 66_001])
+@pytest.mark.parametrize("keys", [RUNLESS_KEYS + 1, 12_001, 66_001])
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_means_of_runs_are_those_of_the_twin(head_dim: int, keys: int) -> None:
     """Of two heads one has a mean that changes."""
@@ -108,6 +108,8 @@ def test_means_of_runs_are_those_of_the_twin(head_dim: int, keys: int) -> None:
     found = find_of_runs(v.dtype, tuple(v.shape), 16, 128, v.device)(v)
     means, changes = means_of_runs(v, 2048, -(-keys // 128) * 128)
     assert torch.equal(found.changes.amax(-1), changes) and changes.tolist() == [[0, 1]] * 2
+    more = found.means[:, :-1] - found.means[:, 1:]
+    assert torch.equal(found.differences[:, 1:], more) and not found.differences[:, 0].any()
     # They add up in another order, which may move what is rounded by a step of 1/64.
     assert (found.means == means).float().mean() > 0.99 and (found.means - means).abs().max() < 2.0**-5
 

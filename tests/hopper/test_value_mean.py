@@ -177,6 +177,19 @@ def test_means_of_runs(
     assert torch.equal(first_left.to(torch.float8_e4m3fn).float(), first_left)
 
 
+def test_means_of_runs_whose_difference_is_no_number() -> None:
+    """Those runs lose the mean of all; as far apart as that is a number, each loses its own."""
+    v = torch.randn(1, 1500, 1, 8, generator=torch.Generator().manual_seed(0))
+    v[:, 700:, :, 0], v[:, :700, :, 0] = 3e38, -3e38
+    v[:, 700:, :, 1], v[:, :700, :, 1] = 3e37, -3e37
+    v = v.bfloat16()
+    found, differences, changes = means_on_numpy(v, 512, 1536, 1)
+    twin, twin_changes = means_of_runs(v, 512, 1536)
+    assert torch.equal(found, twin) and torch.equal(changes.amax(-1), twin_changes) and twin_changes.all()
+    assert found.isfinite().all() and differences.isfinite().all()
+    assert (found[..., 0] == found[:, :1, :, 0]).all() and differences[0, 2, 0, 1].abs() > 5e37
+
+
 def test_means_leave_of_the_first_value_what_e4m3_has() -> None:
     """Unless that is too far from the mean for so many keys; further where the value is nearly nothing beside it."""
     v = draw(1, 1500, 1, 16)

@@ -39,7 +39,7 @@ class Staging(LoopInvariant):
     warp.
 
     Until then two others have it in turn, each once its warpgroup has claimed it: sums of runs
-    (``PartialSumsOutput``), and then the means that these lack (``MeansOfRuns``). ``floats`` is float32 (64 rows of
+    (``PartialSumsOutput``), and then differences of means (``MeansOfRuns``). ``floats`` is float32 (64 rows of
     head_dim_v in 16 bits, consumers). The words are the last ``RUN_FLOATS`` of ``memory``, float32 (floats, consumers).
     """
 

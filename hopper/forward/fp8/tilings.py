@@ -139,7 +139,7 @@ few keys may all be rounded up. Elsewhere one tiling serves both."""
 LARGEST_HALF = 65504.0
 """Of float16."""
 
-RUN_KEYS, RUNLESS_KEYS = {64: 6912, 128: 8192, 256: 8192}, 6144
+RUN_KEYS, RUNLESS_KEYS = {64: 6912, 128: 8192, 256: 8192}, 5120
 """Keys of a run (``run_blocks``), at most, by head_dim, and of a problem without runs. Of lognormal values a run of
 7680 keys at head_dim 64 has 1.55 times the error of two levels."""
 

@@ -97,8 +97,8 @@ class RunShape(NamedTuple):
 
 
 class RunMeans(NamedTuple):
-    """What ``quantization_rules.means_of_runs`` returns, by what the mean of the run in front is more, and what it is
-    found by, which is still being read."""
+    """What ``quantization_rules.means_of_runs`` returns; what the mean of the run in front is more, (batch, runs,
+    kv_heads, head_dim_v), 0 for the first; and what these are found by, which is still being read."""
 
     means: Tensor
     changes: Tensor
