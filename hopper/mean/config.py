@@ -25,8 +25,7 @@ Of more keys a quarter leaves means that differ by less than it can tell, which 
 1.6 times the error of two levels at 16384 keys."""
 
 RUN, LOG_RUNS = 8, 2
-RUNS = 1 << LOG_RUNS
-"""Keys that are looked at one behind the other, of so many times as many where that is a quarter of them."""
+"""Keys that are looked at one behind the other, and how often the keys are halved where that is a quarter of them."""
 
 STEP_EXPONENT, CHANCE = -6, 3.0
 """A mean is a multiple of 2 to this exponent, in units of the power of two below the spread of its column, and at least
@@ -58,8 +57,8 @@ COLUMNS = 64
 """Of a head, that are taken at once: 128 bytes of a row."""
 
 GROUPS_AT_ONCE = 4
-"""Groups of runs that have a thread for each column, when these have been found: so few threads start beside the CTAs
-that find runs."""
+"""Groups of runs that are joined at once, with a thread for each column: CTAs of so few threads find room on an SM
+beside those of the kernel in front."""
 
 CHUNK = 8
 """Columns that a thread loads at once: 16 bytes."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from hopper.mean.config import (
     COLUMNS,
     GROUPS,
+    LOG_RUNS,
     MOST_PARTS,
     RUN,
-    RUNS,
     RunMeansConfig,
     ValueMeanConfig,
     count_mean_ctas,
@@ -38,6 +38,8 @@ from tests.compile_pool import assert_small, usage_of_each
 from tests.cute_kernels.packing import Packing
 from tests.hopper.on_numpy import Arguments, program_of
 from tests.hopper.test_fp8_packed import lengths_of
+
+RUNS = 1 << LOG_RUNS
 
 COMPILED = shipped_value_mean_configs()
 

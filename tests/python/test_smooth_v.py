@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hopper.mean.config import RUNS, is_sampled
+from hopper.mean.config import LOG_RUNS, is_sampled
 from hopper.quantize.config import CARRY_KEYS, shipped_quantize_configs
 from hopper_attention import flash_attn_fp8_func, flash_attn_quantized_func
 from hopper_attention.quantization import Fp8Quantization, from_descales, quantize_qkv, restore_values
@@ -155,7 +155,7 @@ def test_the_robust_mean_is_near_the_mean(seqlen: int, dtype: torch.dtype) -> No
         assert torch.equal(mean, x[:, 0].float())
     else:
         # A sample misses the mean by chance, and what is left out at the end is less than a segment.
-        allowed = 6 / (seqlen / RUNS) ** 0.5 if is_sampled(seqlen) else 6 * math.sqrt(31) / seqlen
+        allowed = 6 / (seqlen >> LOG_RUNS) ** 0.5 if is_sampled(seqlen) else 6 * math.sqrt(31) / seqlen
         assert spread(x, mean) < allowed
     assert torch.equal(mean, robust_mean_of_keys(x))
     # Any strides.

@@ -226,9 +226,8 @@ class MeansOfRuns(MeanOfV):
             self.differences.iterator.toint() + 4 * offset,
             self.staging.floats[None, wg].iterator,
         )
-        for own in cutlass.range(
-            number, minimum(self.differences.shape[1] - first, RUNS_AT_HAND), rows, unroll=1
-        ):
+        count = minimum(self.differences.shape[1] - first, RUNS_AT_HAND)
+        for own in cutlass.range(number, count, rows, unroll=1):
             cute.arch.inline_ptx(
                 "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
                 read_only_args=[target + own * columns + column, source],

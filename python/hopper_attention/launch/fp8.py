@@ -180,9 +180,8 @@ class Fp8HopperLauncher(Launcher):
         of_runs: tuple[Any, ...] | None = None,
     ) -> None:
         """Queue the kernel on q, k, v, out and lse, with the scales of the first three, ``unit_scales`` and the mean of
-        V, all as it reads them. ``rows_q`` rows of Q share a scale. ``of_runs`` are, where V has
-        lost means of runs, their differences and changes (``RunMeans``), and room for ``notes_of`` these; by default
-        ``no_runs_of`` the call."""
+        V, all as it reads them. ``rows_q`` rows of Q share a scale. Where V has lost means of runs, ``of_runs`` are
+        their differences and changes (``RunMeans``), and room for ``notes_of`` these; else ``no_runs_of`` the call."""
         counter = device_memory.tile_counter(self.device_index)
         if of_runs is None:
             of_runs = no_runs_of(self, tensors[0].shape[0], tensors[0].device)
