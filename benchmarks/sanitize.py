@@ -3,7 +3,7 @@
     compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
-Families are forward, paged, decode, wide, fp8, fp8-two-level, fp8-exact-lse, quantize, value-mean, backward,
+Families are forward, paged, decode, wide, fp8, fp8-two-level, fp8-exact-lse, fp8-runs, quantize, value-mean, backward,
 packed-backward and few-keys, and without WGMMA ampere_forward and ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
@@ -35,13 +35,20 @@ from hopper.backward.config import BackwardConfig, select_backward_config, shipp
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig
-from hopper.forward.fp8.tilings import shipped_exact_lse_configs, shipped_fp8_forward_configs
+from hopper.forward.fp8.tilings import (
+    RUNLESS_KEYS,
+    shipped_exact_lse_configs,
+    shipped_fp8_forward_configs,
+    shipped_long_fp8_forward_configs,
+)
 from hopper.forward.tilings import ONE_PAGE, select_paged_config, shipped_forward_configs
 from hopper.mean.config import ValueMeanConfig, shipped_value_mean_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
 from hopper.wide.config import WideForwardConfig, select_wide_config
 from hopper_attention import flash_attn_with_kvcache
 from hopper_attention.compile_cache import get_forward, get_quantize
+from hopper_attention.fp8_at_once import find_at_once
+from hopper_attention.fp8_in_runs import InRunsLauncher
 from hopper_attention.launch.backward import run_backward
 from hopper_attention.launch.base import no_vectors
 from hopper_attention.launch.fp8 import EmulationLaunch, adds_mean
@@ -51,7 +58,7 @@ from hopper_attention.launch.paged_forward import PagedForwardLauncher
 from hopper_attention.launch.quantize import Outputs, empty_outputs
 from hopper_attention.launch.quantize import find as find_quantizer
 from hopper_attention.launch.widen import widened
-from hopper_attention.masks import MaskSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
 from hopper_attention.quantization_rules import mean_worth_subtracting, means_of
 from hopper_attention.quantized import Means
@@ -63,6 +70,9 @@ from hopper_attention.scores import NO_SCORES
 HEADS, KV_HEADS, CTAS = 2, 1, 2
 FP8_LSE_ERROR = 1.1e-2
 """An exponential by chords is off by up to 1 %, and may be the only one that counts in a row."""
+
+RUNS_TOLERANCE = 0.02
+"""RMS error over that of the output where means change by 2: without those of runs it is some tenths."""
 
 FP8_TOLERANCE = 1.1
 """RMS error of the FP8 kernel over that of its emulation: one small case has a wider spread than the tests' average."""
@@ -293,6 +303,35 @@ def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
     return "; ".join(wrong + _lse_faults(lse, like_lse, FP8_LSE_ERROR) + _counter_faults(counter))
 
 
+def configs_in_runs() -> tuple[Fp8ForwardConfig, ...]:
+    """Those of calls of 16-bit tensors, whose tiles are the widest."""
+    widest = {
+        c.head_dim: c.tile_n for c in sorted(shipped_long_fp8_forward_configs(), key=lambda c: c.tile_n)
+    }
+    return tuple(c for c in shipped_long_fp8_forward_configs() if c.tile_n == widest[c.head_dim])
+
+
+def run_case_in_runs(config: Fp8ForwardConfig, device: str) -> str:
+    """All kernels of a call whose mean of V changes: those that find means of runs, the quantizer, and attention."""
+    lengths = config.tile_m + 17, RUNLESS_KEYS + 2 * config.tile_n + 5
+    q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.output)
+    v[:, v.shape[1] // 2 :] += 2.0
+    on_gpu = [x.to(device) for x in (q, k, v)]
+    facts = ([getattr(x, name) for x in on_gpu] for name in ("shape", "dtype", "device"))
+    shapes, dtypes, devices = map(tuple, facts)
+    strides = tuple(x.stride() for x in on_gpu)
+    of_call = Fp8Quantization(), config.causal, FULL_SIDES, None, False, False, True
+    launcher = find_at_once(shapes, strides, dtypes, devices, *of_call)
+    if not isinstance(launcher, InRunsLauncher):
+        return f"a call of {lengths[1]} keys has no runs"
+    launcher = replace(launcher, attention=replace(launcher.attention, num_ctas=CTAS))
+    out, _ = launcher(*on_gpu, config.head_dim**-0.5, False)
+    torch.cuda.synchronize()
+    exact, _ = attention_naive(q, k, v, causal=config.causal)
+    error, allowed = _rms(out.cpu().double() - exact), RUNS_TOLERANCE * _rms(exact)
+    return "" if error <= allowed else f"RMS error {error:.2e}, allowed {allowed:.2e}"
+
+
 def run_quantize_case(config: QuantizeConfig, device: str) -> str:
     """The fused quantizer, whose twin in PyTorch has the same bits."""
     lengths = config.q.rows + 17, 2 * config.block_k + 5
@@ -468,6 +507,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
     "fp8": (shipped_fp8_forward_configs, run_fp8_case),
     "fp8-two-level": (partial(shipped_fp8_forward_configs, two_level=True), run_fp8_case),
     "fp8-exact-lse": (shipped_exact_lse_configs, run_fp8_case),
+    "fp8-runs": (configs_in_runs, run_case_in_runs),
     "quantize": (shipped_quantize_configs, run_quantize_case),
     "value-mean": (shipped_value_mean_configs, run_value_mean_case),
     "backward": (shipped_backward_configs, run_backward_case),

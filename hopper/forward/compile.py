@@ -94,8 +94,8 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
     ``compile_forward``.
 
-    With ``run_blocks`` differences, float32 (b, runs, hk, dv), changes int32 (b, hk, 4), contiguous, and notes float32
-    (num_ctas * note_floats of the config * runs,) stand before num_ctas, all of them 16-byte aligned; or no runs,
+    With ``run_blocks`` differences, int32 (b, steps, hk, 8 dv), changes int32 (b, hk, 4), contiguous, and notes float32
+    (num_ctas, runs, note_floats of the config) stand before num_ctas, all of them 16-byte aligned; or no steps,
     (b, 0, 4) and no notes (``MeansOfRuns``). Unless the config
     ``is_plain``, window_left, window_right, attention_chunk, plan and sequences do, as for ``compile_forward``. With
     the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d), vt (hk, dv, keys) with whole steps of 32
@@ -111,11 +111,11 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
         Float32(0.0),
     )
     if c.run_blocks:
-        b, runs, hk, dv, heads = (cute.sym_int() for _ in range(5))
+        b, steps, hk, words_of_head, heads, ctas, runs, numbers = (cute.sym_int() for _ in range(8))
         of_runs = (
-            strided(Float32, (b, runs, hk, dv), 4),
+            strided(Int32, (b, steps, hk, words_of_head), 4),
             strided(Int32, (b, heads, 4), 4),
-            strided(Float32, (cute.sym_int(),), 4),
+            strided(Float32, (ctas, runs, numbers), 4),
         )
         return compile_for_torch(LongFp8ForwardKernel(c), *plain, *of_runs, Int32(0), options=options)
     if c.is_plain:

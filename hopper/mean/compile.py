@@ -6,7 +6,7 @@ from cutlass import Float32, Int32
 from cute_kernels.arguments import compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
-from hopper.mean.config import CHUNK, MOST_PARTS, RunMeansConfig, ValueMeanConfig
+from hopper.mean.config import CHUNK, MOST_PARTS, WORDS_OF_EDGES, RunMeansConfig, ValueMeanConfig
 from hopper.mean.kernel import PackedValueMeanKernel, ValueMeanKernel
 from hopper.mean.runs import RunMeansKernel, RunStatisticsKernel
 
@@ -56,19 +56,21 @@ def compile_run_means(config: RunMeansConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
 
     Returns a TVM FFI function ``fn(v, statistics, means, differences, changes, run, end)``, whose v, statistics, run
-    and end are those of the launch in front, that of ``compile_value_mean`` with ``of_runs``. It writes means and
-    differences float32 (b, runs, h, dv), what the keys of each run lose and what those of the run in front lose more,
-    and changes int32 (b, h, 4): what is not 0 in any of the four where not all lose the same. dv is at most 256.
+    and end are those of the launch in front, that of ``compile_value_mean`` with ``of_runs``. It writes means float32
+    (b, runs, h, dv), what the keys of each run lose; differences int32 (b, steps, h, 8 dv), what those of the run in
+    front lose more, four runs a step (``hopper.mean.edges``); and changes int32 (b, h, 4): what is not 0 in any of the
+    four where not all lose the same. dv is at most 256.
 
     It starts before the launch in front has ended, and the next kernel may before it has, as behind that one.
     """
-    b, s, h, runs = (cute.sym_int() for _ in range(4))
+    b, s, h, runs, steps = (cute.sym_int() for _ in range(5))
     dv = cute.sym_int(divisibility=CHUNK)
     return compile_for_torch(
         RunMeansKernel(config),
         strided(DSL_DTYPES[config.dtype], (b, s, h, dv), CHUNK),
         strided(Float32, (2, b, runs, h, dv), 1),
-        *(strided(Float32, (b, runs, h, dv), 1) for _ in range(2)),
+        strided(Float32, (b, runs, h, dv), 1),
+        strided(Int32, (b, steps, h, cute.sym_int(divisibility=WORDS_OF_EDGES * CHUNK)), 1),
         strided(Int32, (b, h, MOST_PARTS), 1),
         Int32(0),
         Int32(0),

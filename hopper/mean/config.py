@@ -60,6 +60,12 @@ GROUPS_AT_ONCE = 4
 """Groups of runs that are joined at once, with a thread for each column: CTAs of so few threads find room on an SM
 beside those of the kernel in front."""
 
+EDGES_AT_ONCE = 4
+"""Between runs, whose differences of means a WGMMA adds to O: one for each lane of a row."""
+
+WORDS_OF_EDGES = 2 * EDGES_AT_ONCE
+"""That a column has of so many (``hopper.mean.edges``)."""
+
 CHUNK = 8
 """Columns that a thread loads at once: 16 bytes."""
 

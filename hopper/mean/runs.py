@@ -8,6 +8,7 @@ from cutlass import Boolean, Float32, Int32
 from cute_kernels.integers import ceil_div, divide, maximum, minimum
 from hopper.mean.config import (
     COLUMNS,
+    EDGES_AT_ONCE,
     FAR_VARIANCES,
     FARTHEST,
     GROUPS,
@@ -16,6 +17,7 @@ from hopper.mean.config import (
     RunMeansConfig,
     halvings_of_run,
 )
+from hopper.mean.edges import store_difference
 from hopper.mean.kernel import (
     ValueMeanKernel,
     is_number,
@@ -64,9 +66,10 @@ class RunStatisticsKernel(ValueMeanKernel):
 
 
 class RunMeansKernel:
-    """What ``RunStatisticsKernel`` has found -> two of float32 (batch, runs, heads, columns), what the keys of each run
-    lose, and what those of the run in front lose more, and int32 (batch, heads, MOST_PARTS), not 0 where runs of some
-    columns lose something else than the others.
+    """What ``RunStatisticsKernel`` has found -> float32 (batch, runs, heads, columns), what the keys of each run lose;
+    int32 (batch, steps, heads, 8 columns), what those of the run in front lose more, ``EDGES_AT_ONCE`` runs a step, as
+    ``store_difference`` has it; and int32 (batch, heads, MOST_PARTS), not 0 where runs of some columns lose something
+    else than the others. Of the first run, and of runs behind the last, the difference is 0.
 
     ``hopper_attention.quantization_rules.means_of_runs`` has the rule. A CTA takes ``COLUMNS`` columns of a head, and
     a thread one of them in some of ``GROUPS`` groups of neighbouring runs.
@@ -142,14 +145,23 @@ class RunMeansKernel:
             lost, is_far = self._lost(statistics, number, (run, end, keys), of_column)
             if own < columns:
                 mMeans[entry, number, head, own] = lost
-                mDifferences[entry, number, head, own] = before - lost
+                self._store(mDifferences, (entry, number, head, own), before - lost)
             before = lost
             changed = changed | is_far
+        if first_group == 0 and own < columns:
+            for number in cutlass.range(runs, mDifferences.shape[1] * EDGES_AT_ONCE, unroll=1):
+                self._store(mDifferences, (entry, number, head, own), Float32(0.0))
         if changed:
             changes[0] = Int32(1)
         cute.arch.sync_threads()
         if thread < MOST_PARTS and (thread == part or (part == 0 and thread >= cute.arch.grid_dim()[0])):
             mChanges[entry, head, thread] = changes[0] if thread == part else Int32(0)
+
+    def _store(self, mDifferences: cute.Tensor, place: tuple, difference: Float32):
+        """``place`` is (entry of the batch, run, head, column)."""
+        entry, number, head, own = place
+        step = mDifferences[entry, number // EDGES_AT_ONCE, head, None]
+        store_difference(step, own, number % EDGES_AT_ONCE, difference)
 
     @cute.jit
     def _join_runs(self, statistics: list, runs: Int32, received: cute.Tensor, place: tuple):

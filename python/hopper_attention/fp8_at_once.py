@@ -182,7 +182,7 @@ def find_at_once(
         wanted = *head_dims, shape.seqlen_k, c, v.device, config.wide_codes, attention.mean_blocks
         finder = value_mean.find_of_runs(v.dtype, v.shape, attention.mean_blocks, block_k, v.device)
         runs = value_mean.RunShape.of(v.shape, finder)
-        pieces = *pieces, *runs.pieces, Piece((attention.notes_of(runs.runs),))
+        pieces = *pieces, *runs.pieces, Piece(attention.notes_of(runs.runs))
         options = attention.device_index, find_launch(v.dtype, *wanted), attention, pieces, *results
         return InRunsLauncher(*options, finder, runs)
     mean_finder = None

@@ -28,6 +28,7 @@ from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
 from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.quantization import QuantizedQKV, TransposedV
 from hopper_attention.quantized import transpose_for_kernel
+from tests.hopper.edges import memory_of_runs
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
 from tests.hopper.led import first_rows_of, lengths_of
 from tests.ptx import ptx_of
@@ -339,10 +340,9 @@ def fp8_forward_on_numpy(
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     (arguments.divisors if c.has_short_beginnings else arguments.add)(min(q.block, ALL_ROWS))
     arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
-    if c.run_blocks:  # of whose memory nobody may read what was there before
+    if c.run_blocks:
         means, changes = runs or (mean_v[:, :0, None], torch.zeros(len(mean_v), 0, 4, dtype=torch.int32))
-        steps = torch.cat([math.nan * means[:, :1], means[:, :-1] - means[:, 1:]], 1)
-        for x, n in ((steps, 4), (changes, 2), (math.nan * torch.ones(c.note_floats * means.shape[1]), 1)):
+        for x, n in memory_of_runs(c, means, changes):
             arguments.tensor(x, tuple(x.shape[:n]), x.stride()[:-1])
     _finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)

@@ -9,7 +9,7 @@ import torch
 
 from hopper.config import validate_forward_config
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.fp8.mean_v import RUNS_AT_HAND
+from hopper.forward.fp8.mean_v import STEPS_AT_HAND
 from hopper.forward.fp8.tilings import (
     RUN_KEYS,
     RUNLESS_KEYS,
@@ -17,6 +17,7 @@ from hopper.forward.fp8.tilings import (
     shipped_long_fp8_forward_configs,
     with_runs,
 )
+from hopper.mean.config import EDGES_AT_ONCE
 from hopper_attention.reference import attention_naive
 from tests.hopper import test_half_scores, test_lagging_softmax
 from tests.hopper.on_numpy import fp8_forward_on_numpy
@@ -74,7 +75,7 @@ def test_runs_of_any_length(blocks: int, causal: bool) -> None:
         (5 * TILE + 7, 7 * TILE + 13),
         (2 * TILE, 8 * TILE),
         (8 * TILE - 1, 8 * TILE),
-        (TILE + 3, (RUNS_AT_HAND + 7) * TILE + 13),
+        (TILE + 3, (EDGES_AT_ONCE * STEPS_AT_HAND + 7) * TILE + 13),
     ],
 )
 def test_runs_without_a_mean_each(seqlens: tuple[int, int], blocks: int, causal: bool) -> None:

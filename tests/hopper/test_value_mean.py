@@ -14,10 +14,12 @@ from torch import Tensor
 
 from hopper.mean.config import (
     COLUMNS,
+    EDGES_AT_ONCE,
     GROUPS,
     LOG_RUNS,
     MOST_PARTS,
     RUN,
+    WORDS_OF_EDGES,
     RunMeansConfig,
     ValueMeanConfig,
     count_mean_ctas,
@@ -36,6 +38,7 @@ from hopper_attention.packed_quantization import packed_mean_worth_subtracting
 from hopper_attention.quantization_rules import keys_looked_at, mean_worth_subtracting, means_of_runs
 from tests.compile_pool import assert_small, usage_of_each
 from tests.cute_kernels.packing import Packing
+from tests.hopper.edges import differences_of, steps_of
 from tests.hopper.on_numpy import Arguments, program_of
 from tests.hopper.test_fp8_packed import lengths_of
 
@@ -59,7 +62,10 @@ def mean_on_numpy(v: Tensor, cluster: int) -> Tensor:
 def means_on_numpy(v: Tensor, run: int, end: int, cluster: int) -> tuple[Tensor, Tensor, Tensor]:
     (batch, _, heads, columns), runs = v.shape, -(-end // run)
     statistics = torch.full((2, batch, runs, heads, columns), math.nan)
-    means, differences = (torch.full((batch, runs, heads, columns), math.nan) for _ in range(2))
+    means = torch.full((batch, runs, heads, columns), math.nan)
+    differences = torch.full(
+        (batch, -(-runs // EDGES_AT_ONCE), heads, WORDS_OF_EDGES * columns), -1, dtype=torch.int32
+    )
     changes = torch.full((batch, heads, MOST_PARTS), -1, dtype=torch.int32)
     arguments = Arguments()
     arguments.tensor(v, tuple(v.shape), v.stride()[:-1])
@@ -77,7 +83,8 @@ def means_on_numpy(v: Tensor, run: int, end: int, cluster: int) -> tuple[Tensor,
     arguments.add(run, end)
     config = RunMeansConfig(DTYPE_NAMES[v.dtype])
     arguments.launch(program_of(config), (-(-columns // COLUMNS), heads, batch))
-    return means, differences, changes
+    assert not differences_of(differences, EDGES_AT_ONCE * differences.shape[1])[:, runs:].any()
+    return means, differences_of(differences, runs), changes
 
 
 def draw(batch: int, keys: int, heads: int, columns: int) -> Tensor:
@@ -100,6 +107,12 @@ def packed_mean_on_numpy(v: Tensor, packing: Packing, cluster: int) -> Tensor:
     grid = count_mean_ctas(packing.sequences, heads, columns, cluster), 1, 1
     arguments.launch(program_of(config), grid, cluster=cluster)
     return mean
+
+
+def test_steps_have_what_they_were_given() -> None:
+    differences = torch.randn(2, 6, 3, 16, generator=torch.Generator().manual_seed(0))
+    found = differences_of(steps_of(differences), 6)
+    assert torch.allclose(found, differences, rtol=2.0**-16, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +179,8 @@ def test_means_of_runs(
     found, differences, changes = means_on_numpy(v, run, end, cluster)
     twin, twin_changes = means_of_runs(v, run, end)
     assert torch.equal(found, twin) and torch.equal(changes.amax(-1), twin_changes)
-    assert torch.equal(differences[:, 1:], found[:, :-1] - found[:, 1:]) and not differences[:, 0].any()
+    more = found[:, :-1] - found[:, 1:]
+    assert torch.allclose(differences[:, 1:], more, rtol=2.0**-16, atol=0) and not differences[:, 0].any()
     assert twin_changes[:, -1].all() and not changes[:, :-1].any() and not changes[:, :, 1:].any()
     same = found == found[:, :1]
     assert same[:, :, :-1].all() and same[..., 5:].all() and not same[:, :, -1, 2].all()

@@ -68,14 +68,14 @@ def test_each_part_of_a_run_loses_its_mean(seen: Seen) -> None:
     # Runs of 16 blocks of 128 keys; the last block has 32 of them.
     assert of_first == of_second == [2048, 20_096] and same is statistics
     assert statistics.shape == (2, 1, 10, 2, HEAD_DIM) and means.shape == (1, 10, 2, HEAD_DIM)
-    assert differences.shape == means.shape and differences.data_ptr() != means.data_ptr()
+    assert differences.shape == (1, 3, 2, 8 * HEAD_DIM) and differences.dtype == torch.int32
     assert changes.shape == (1, 2, MOST_PARTS)
     lost = seen[2][-2]
     assert lost.shape == (10, 2, HEAD_DIM) and lost.data_ptr() == means.data_ptr()
     *_, of_last, _, _, _, given, same_changes, notes, ctas = seen[3]
     assert of_last.shape == (1, 2, HEAD_DIM) and of_last.data_ptr() == means[:, -1].data_ptr()
     assert given is differences and same_changes is changes and ctas == SMS
-    assert notes.numel() == SMS * 3 * 128 * 10
+    assert notes.shape == (SMS, 10, 3 * 128)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_call_like_an_earlier_one_launches_the_same(
         differences, changes, *_ = others
         assert same is statistics and same_changes is changes and given.data_ptr() == differences.data_ptr()
         assert lost.data_ptr() == means.data_ptr() and of_last.data_ptr() == means[:, -1].data_ptr()
-        assert notes.numel() == SMS * 3 * 128 * means.shape[1]
+        assert notes.shape == (SMS, means.shape[1], 3 * 128)
 
 
 def test_parts_like_earlier_ones(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,25 +4,31 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import OperandSource
+from cutlass.utils import hopper_helpers
 
 from cute_kernels.fast_math import exp2
 from cute_kernels.fragments import (
-    COLUMNS_PER_GROUP,
     COLUMNS_PER_PAIR,
     LANES_PER_ROW,
     ROWS_PER_THREAD,
     as_rows,
     pair_of_quads,
 )
-from cute_kernels.integers import minimum
+from cute_kernels.integers import maximum, minimum
 from cute_kernels.softmax import clear_empty_rows, normalize_rows, scale_rows
-from hopper.config import WARPGROUP_THREADS
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.barriers import sync_warpgroup
 from hopper.forward.fp8.config import NOTE_FLOATS
 from hopper.forward.fp8.staging import Staging, place_behind
 from hopper.forward.unscaled import NoCorrection
+from hopper.mean.config import EDGES_AT_ONCE, WORDS_OF_EDGES
+from hopper.mean.edges import split
 from hopper.quantize.words import multiply_add
+from hopper.tiles import swizzled_layout
+from hopper.wgmma import issue_gemm
 
 LOG_LANES_PER_ROW = LANES_PER_ROW.bit_length() - 1
 
@@ -32,8 +38,11 @@ HEAD, ENTRY, BEGIN = 4, 5, 6
 NOTE_WORDS = NOTE_FLOATS * LANES_PER_ROW // WARPGROUP_THREADS
 """Of two rows."""
 
-RUNS_AT_HAND = 32
+STEPS_AT_HAND = 4
 """Whose differences have room where a warpgroup's O is staged, which is of 64 rows and 16 bits."""
+
+DEPTH = 2 * WORDS_OF_EDGES
+"""Columns of operand A of a WGMMA."""
 
 COPIED = 4
 """Columns that a thread copies to shared memory: 16 bytes."""
@@ -110,22 +119,22 @@ class MeanOfV(NoCorrection):
 class MeansOfRuns(MeanOfV):
     """``MeanOfV`` where runs of key blocks may have been quantized without a mean each.
 
-    Runs are numbered as the walk comes to them, the run of the last keys first. ``differences`` is float32 (batch,
-    runs, kv_heads, head_dim_v), 16-byte aligned, with as many columns behind its end as the config has more than it:
-    the mean of the run in front, less a run's own; what the first run has is not read. ``changes`` is int32 (batch,
-    kv_heads, 4), 0 where all runs of a head lost the same. Both have no runs and no heads where that is so of all.
-    ``vector`` is the mean of the run that is visited last.
+    Runs are numbered as the walk comes to them, the run of the last keys first. ``differences`` is int32 (batch, steps,
+    kv_heads, 8 head_dim_v), 16-byte aligned, with as many words behind its end as a head of the config has more than
+    one of it: the mean of the run in front, less a run's own, four runs a step (``hopper.mean.edges``). ``changes`` is
+    int32 (batch, kv_heads, 4), 0 where all runs of a head lost the same. Both have no steps and no heads where that is
+    so of all. ``vector`` is the mean of the run that is visited last.
 
     That mean is added to the whole output. What O lacks is then, of each run but the last, the sum of the run's P times
     what its mean is more: by parts, the sum over the edges between two runs of P of all keys in front of the edge,
     times the difference there. So where the walk comes to an edge, the sums of the rows so far are noted, and at the
-    end of the tile O is given what it lacks. Until then it holds what varies alone: FP8 WGMMA loses little of that.
-    ``notes``, float32, has ``NOTE_FLOATS`` for each consumer and run: of each two rows of a thread their sums, and the
-    shifts that these are measured from.
+    end of the tile O is given what it lacks: a product of two matrices, which the tensor cores make in 16 bits. Until
+    then O holds what varies alone: FP8 WGMMA loses little of that. ``notes``, float32, has for each CTA and run
+    ``NOTE_FLOATS`` of each consumer: of each two rows of a thread their sums, and the shifts that these are measured
+    from.
 
-    A thread has a quarter of the columns, so from global memory each difference would come four times to each warp, and
-    late. So those of ``RUNS_AT_HAND`` runs come to ``staging`` first. Among its words a warp keeps the changes of its
-    tile's head, the head, the batch entry, and the run that the walk begins in.
+    Differences of ``STEPS_AT_HAND`` come to ``staging`` first. Among its words a warp keeps the changes of its tile's
+    head, the head, the batch entry, and the run that the walk begins in.
     """
 
     differences: cute.Tensor
@@ -188,85 +197,98 @@ class MeansOfRuns(MeanOfV):
     def add(self, acc: cute.Tensor, shift: cute.Tensor, unit: Float32):
         """Give O of a tile, in units of ``unit``, what it lacks; ``shift`` is what its rows are measured from.
 
-        A lane of a row reads what was noted at one of four edges, and the next while these are worked on.
+        A lane of a row has what was noted at one of four edges, and reads the next under a product.
         """
-        begin, runs = self._begin(), self.differences.shape[1]
-        lane = self._place()[1] % cute.arch.WARP_SIZE
-        of_row = lane % LANES_PER_ROW
-        inverse = cute.arch.rcp_approx(unit)
+        first_edge, runs = self._begin() + 1, self.notes.shape[1]
+        first_step, inverse = first_edge // EDGES_AT_ONCE, cute.arch.rcp_approx(unit)
+        # None for a tile whose keys are of one run.
+        steps = self.differences.shape[1] if first_edge < runs else first_step
+        own = self._place()[1] % LANES_PER_ROW
+        mma = self._mma()
+        tA = cute.make_rmem_tensor(mma.partition_shape_A((WARPGROUP_ROWS, DEPTH)), BFloat16)
+        pairs, tB = cute.recast_tensor(tA, Int32), self._operand(mma)
         note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
-        for first in cutlass.range(begin + 1, runs, RUNS_AT_HAND, unroll=1):
+        for first in cutlass.range(first_step, steps, STEPS_AT_HAND, unroll=1):
             self._fetch(first)
-            self._read_note(note, first + of_row)
-            stop = minimum(first + RUNS_AT_HAND, runs)
-            for start in cutlass.range(first, stop, LANES_PER_ROW, unroll=1):
-                factors = self._sums_of(note, shift, inverse)
-                self._read_note(note, start + LANES_PER_ROW + of_row)
-                if start == first:
-                    cute.arch.cp_async_wait_group(0)
-                    sync_warpgroup(self._place()[0])
-                for run in cutlass.range(start, minimum(start + LANES_PER_ROW, stop), unroll=1):
-                    of_run = [cute.arch.shuffle_sync(x, lane - of_row + run - start) for x in factors]
-                    self._add_difference(acc, of_run, run - first)
+            self._read_note(note, maximum(first * EDGES_AT_ONCE + own, first_edge))
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_view_async_shared()
+            sync_warpgroup(self._place()[0])
+            for step in cutlass.range(first, minimum(first + STEPS_AT_HAND, steps), unroll=1):
+                edge = step * EDGES_AT_ONCE + own
+                is_there = (edge >= first_edge) & (edge < runs)
+                sums = self._sums_of(note, shift, inverse, is_there)
+                for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    # The larger numbers of a difference and the smaller ones are multiplied by the same.
+                    pairs[r] = pairs[ROWS_PER_THREAD + r] = split(sums[r])
+                issue_gemm(mma, acc, tA, tB[None, None, None, step - first], True)
+                self._read_note(note, edge + EDGES_AT_ONCE)
+                warpgroup.wait_group(0)
 
     @cute.jit
     def _fetch(self, first: Int32):
-        """The differences of ``RUNS_AT_HAND`` runs of the tile's head, or fewer, are on their way to where O will be
+        """The differences of ``STEPS_AT_HAND`` steps of the tile's head, or fewer, are on their way to where O will be
         staged."""
         self.staging.claim()
         wg, thread = self._place()
-        words, columns = self.staging.words_of_warp(), self.staging.floats.shape[0] // RUNS_AT_HAND
-        lanes = columns // COPIED
-        rows = WARPGROUP_THREADS // lanes
-        number, column = thread // lanes, thread % lanes * COPIED
-        offset, (by_entry, by_run, by_head) = Int64(column), self.differences.stride[:3]
-        for index, stride in ((words[ENTRY], by_entry), (first + number, by_run), (words[HEAD], by_head)):
+        words, (by_entry, by_step, by_head) = self.staging.words_of_warp(), self.differences.stride[:3]
+        offset = Int64(thread * COPIED)
+        for index, stride in ((words[ENTRY], by_entry), (first, by_step), (words[HEAD], by_head)):
             offset += Int64(index) * stride
-        source, target = (
-            self.differences.iterator.toint() + 4 * offset,
-            self.staging.floats[None, wg].iterator,
-        )
-        count = minimum(self.differences.shape[1] - first, RUNS_AT_HAND)
-        for own in cutlass.range(number, count, rows, unroll=1):
-            cute.arch.inline_ptx(
-                "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
-                read_only_args=[target + own * columns + column, source],
-            )
-            source += Int64(4 * rows) * by_run
+        source = self.differences.iterator.toint() + 4 * offset
+        target = self.staging.floats[None, wg].iterator + thread * COPIED
+        words_of_step, at_once = self.staging.floats.shape[0] // STEPS_AT_HAND, WARPGROUP_THREADS * COPIED
+        count = minimum(self.differences.shape[1] - first, STEPS_AT_HAND)
+        for step in cutlass.range(count, unroll=1):
+            for i in cutlass.range_constexpr(0, words_of_step, at_once):
+                cute.arch.inline_ptx(
+                    "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;",
+                    read_only_args=[target + step * words_of_step + i, source + 4 * i],
+                )
+            source += Int64(4) * by_step
         cute.arch.cp_async_commit_group()
+
+    def _mma(self) -> cute.TiledMma:
+        """O += sums of P, in registers, times differences."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (1, 1, 1),
+            (WARPGROUP_ROWS, self._columns),
+            a_source=OperandSource.RMEM,
+        )
+
+    def _operand(self, mma: cute.TiledMma) -> cute.Tensor:
+        """Operand B in shared memory, its steps last."""
+        layout = swizzled_layout(self._columns, DEPTH, STEPS_AT_HAND, BFloat16)
+        start = self.staging.floats[None, self._place()[0]].iterator
+        smem = cute.make_tensor(cute.recast_ptr(start, layout.inner, BFloat16), layout.outer)
+        return mma.make_fragment_B(mma.get_slice(0).partition_B(smem))
+
+    @property
+    def _columns(self) -> int:
+        """Of O."""
+        return self.staging.floats.shape[0] // (STEPS_AT_HAND * WORDS_OF_EDGES)
 
     @cute.jit
     def _read_note(self, note: cute.Tensor, run: Int32):
         """Of the thread's rows, at the edge in front of ``run``; of one that is not there that of the last."""
-        cute.autovec_copy(self._note_of(minimum(run, self.differences.shape[1] - 1)), note)
+        cute.autovec_copy(self._note_of(minimum(run, self.notes.shape[1] - 1)), note)
 
     @cute.jit
-    def _sums_of(self, note: cute.Tensor, shift: cute.Tensor, inverse: Float32) -> list[Float32]:
-        """The sums of P of both rows that were noted, as O has them."""
+    def _sums_of(
+        self, note: cute.Tensor, shift: cute.Tensor, inverse: Float32, is_there: Boolean
+    ) -> list[Float32]:
+        """The sums of P of both rows that were noted, as O has them; 0 of an edge that the walk did not come to."""
         sums = []
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             so_far = note[r] * inverse * exp2(note[ROWS_PER_THREAD + r] - shift[r])
             # A row without a key so far has no shift.
-            sums.append(so_far if note[r] != Float32(0.0) else Float32(0.0))
+            sums.append(so_far if is_there & (note[r] != Float32(0.0)) else Float32(0.0))
         return sums
-
-    @cute.jit
-    def _add_difference(self, acc: cute.Tensor, factors: list, number: Int32):
-        """Add these times the difference that is number so of those at hand. Columns past head_dim_v, which the store
-        clips, take what lies behind."""
-        wg, thread = self._place()
-        rows, columns = as_rows(acc), self.staging.floats.shape[0] // RUNS_AT_HAND
-        first = number * columns + COLUMNS_PER_PAIR * self._pair(0, thread)
-        difference = self.staging.floats[None, wg].iterator + first
-        # Neighbouring pairs of columns are loaded at once.
-        pairs = 2 if self.has_quads else 1
-        for j in cutlass.range_constexpr(0, rows.shape[1][1], pairs):
-            of_pairs = cute.make_rmem_tensor(pairs * COLUMNS_PER_PAIR, Float32)
-            cute.autovec_copy(cute.make_tensor(difference + j * COLUMNS_PER_GROUP, of_pairs.layout), of_pairs)
-            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                for i in cutlass.range_constexpr(pairs * COLUMNS_PER_PAIR):
-                    e, pair = i % COLUMNS_PER_PAIR, j + i // COLUMNS_PER_PAIR
-                    rows[r, (e, pair)] = multiply_add(of_pairs[i], factors[r], rows[r, (e, pair)])
 
     def _begin(self) -> Int32:
         """The run that the walk begins in. All lanes say the same; so the compiler knows."""
@@ -275,9 +297,8 @@ class MeansOfRuns(MeanOfV):
     def _note_of(self, run: Int32) -> cute.Tensor:
         """Where that of the thread's rows is."""
         wg, thread = self._place()
-        consumer = cute.arch.block_idx()[0] * self.memory.shape[1] + wg
-        number = consumer * self.differences.shape[1] + run
-        place = Int64(number) * NOTE_FLOATS + (thread >> LOG_LANES_PER_ROW) * NOTE_WORDS
+        number = Int64(cute.arch.block_idx()[0] * self.notes.shape[1] + run) * self.memory.shape[1] + wg
+        place = number * NOTE_FLOATS + (thread >> LOG_LANES_PER_ROW) * NOTE_WORDS
         address = self.notes.iterator.toint() + 4 * place
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * NOTE_WORDS)
         return cute.make_tensor(pointer, cute.make_layout(NOTE_WORDS))

@@ -78,10 +78,18 @@ def no_vectors(batch: int, heads: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def no_runs(batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Means of no runs, float32 (batch, 0, 1, 16), and changes of no heads, int32 (batch, 0, 4)."""
-    means = make_apart(lambda: torch.empty(batch, 0, 1, 16, dtype=torch.float32, device=device))
-    return means, make_apart(lambda: torch.empty(batch, 0, 4, dtype=torch.int32, device=device))
+def no_runs(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What a kernel with runs takes where no mean of V changes: differences at no edges, int32 (batch, 0, 1, 128),
+    changes of no heads, int32 (batch, 0, 4), and no notes, float32 (0, 0, 128)."""
+
+    def make(*shape: int, dtype: torch.dtype) -> Tensor:
+        return make_apart(lambda: torch.empty(shape, dtype=dtype, device=device))
+
+    return (
+        make(batch, 0, 1, 128, dtype=torch.int32),
+        make(batch, 0, 4, dtype=torch.int32),
+        make(0, 0, 128, dtype=torch.float32),
+    )
 
 
 def without_rows(lse: Tensor) -> Tensor:

@@ -187,9 +187,9 @@ class Fp8HopperLauncher(Launcher):
             of_runs = no_runs_of(self, tensors[0].shape[0], tensors[0].device)
         self.kernel(*self.arguments(tensors, counter, scales, mean, rows_q, softmax_scale, window, of_runs))
 
-    def notes_of(self, runs: int) -> int:
-        """Numbers that the kernel notes where V has lost so many means of runs."""
-        return self.num_ctas * self.note_floats * runs
+    def notes_of(self, runs: int) -> tuple[int, int, int]:
+        """The shape of what the kernel notes where V has lost so many means of runs."""
+        return self.num_ctas, runs, self.note_floats
 
     def arguments(
         self,
@@ -232,7 +232,7 @@ class Fp8HopperLauncher(Launcher):
 
 def no_runs_of(launcher: Fp8HopperLauncher, batch: int, device: torch.device) -> tuple[Any, ...]:
     """What its kernel takes where V has lost one mean or none: nothing, unless it has runs."""
-    return (*no_runs(batch, device), device_memory.no_floats(device)) if launcher.note_floats else ()
+    return no_runs(batch, device) if launcher.note_floats else ()
 
 
 def adds_mean(parts: QuantizedQKV) -> bool:

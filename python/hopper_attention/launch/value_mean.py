@@ -14,8 +14,10 @@ from torch import Tensor
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.mean.config import (
     CLUSTERS,
+    EDGES_AT_ONCE,
     MAX_CTAS,
     MOST_PARTS,
+    WORDS_OF_EDGES,
     RunMeansConfig,
     count_mean_ctas,
     select_value_mean_config,
@@ -57,6 +59,10 @@ class ValueMeanLauncher(Launcher):
         self.kernel(v, mean, lengths.cu_seqlens_k, used)
 
 
+BEHIND = WORDS_OF_EDGES * MAX_HEAD_DIM
+"""Words that may be read behind differences of means."""
+
+
 class RunShape(NamedTuple):
     """Of means of runs (batch, runs, kv_heads, head_dim_v), the run of the last keys first."""
 
@@ -74,8 +80,14 @@ class RunShape(NamedTuple):
     def pieces(self) -> tuple[Piece, Piece, Piece, Piece]:
         """Room for what the means are found by, the means, their differences, and changes. Behind the differences a
         kernel of wider heads may read."""
-        room, changes = math.prod(self) + MAX_HEAD_DIM, (self.batch, self.kv_heads, MOST_PARTS)
-        return Piece((2, *self)), Piece(self), Piece((room,)), Piece(changes, torch.int32)
+        room, changes = math.prod(self.differences.shape) + BEHIND, (self.batch, self.kv_heads, MOST_PARTS)
+        return Piece((2, *self)), Piece(self), Piece((room,), torch.int32), Piece(changes, torch.int32)
+
+    @property
+    def differences(self) -> Piece:
+        """Of means, as ``compile_run_means`` has them."""
+        batch, runs, *of_run, columns = self
+        return Piece((batch, -(-runs // EDGES_AT_ONCE), *of_run, WORDS_OF_EDGES * columns), torch.int32)
 
     def parts(self, means: int, differences: int) -> tuple[Part, Part, Part, Part]:
         """In pieces that are arguments number so much: the means, those of all entries one after the other, those of
@@ -88,17 +100,17 @@ class RunShape(NamedTuple):
             Part(means, 0, Piece(self).facts),
             Part(means, 0, Piece(flat).facts),
             Part(means, byte, last),
-            Part(differences, 0, Piece(self).facts),
+            Part(differences, 0, self.differences.facts),
         )
 
     def views(self, means: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``parts`` of these pieces, as tensors."""
-        return means, means.flatten(0, 1), means[:, -1], room[:-MAX_HEAD_DIM].view(self)
+        return means, means.flatten(0, 1), means[:, -1], room[:-BEHIND].view(self.differences.shape)
 
 
 class RunMeans(NamedTuple):
-    """What ``quantization_rules.means_of_runs`` returns; what the mean of the run in front is more, (batch, runs,
-    kv_heads, head_dim_v), 0 for the first; and what these are found by, which is still being read."""
+    """What ``quantization_rules.means_of_runs`` returns; what the mean of the run in front is more, as
+    ``compile_run_means`` has it, 0 for the first; and what these are found by, which is still being read."""
 
     means: Tensor
     changes: Tensor
