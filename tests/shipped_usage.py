@@ -218,9 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  {name}: recorded {astuple(before[name])}, compiled {astuple(found[name])}")
     if len(found) < len(missing):
         left_out = len(missing) - len(found)
-        print(
-            f"{left_out} kernels whose sources have changed are taken to be as they were: --only left them out"
-        )
+        print(f"{left_out} kernels are taken to be as they were recorded: --only left them out")
     if options.compare:
         return 1 if changed else 0
     known = {name: use for name, use in (before | holds | found).items() if name in every}
