@@ -72,7 +72,7 @@ FP8_LSE_ERROR = 1.1e-2
 """An exponential by chords is off by up to 1 %, and may be the only one that counts in a row."""
 
 RUNS_TOLERANCE = 0.02
-"""RMS error over that of the output where means change by 2: without those of runs it is some tenths."""
+"""RMS error over that of the output, where means of V change by 2."""
 
 FP8_TOLERANCE = 1.1
 """RMS error of the FP8 kernel over that of its emulation: one small case has a wider spread than the tests' average."""
