@@ -79,6 +79,9 @@ CLUSTERS = 1, 2, 8
 ENOUGH_CTAS = 256
 """With so many CTAs every SM has some, and room for the quantizer beside them."""
 
+ENOUGH_PAIRED_CTAS_OF_RUNS = 150
+"""So many are enough where two share the keys of a run: with eight they come in two waves, and each has few keys."""
+
 MAX_CTAS = 2**31 - 1
 
 
@@ -154,7 +157,9 @@ def select_value_mean_config(
 ) -> ValueMeanConfig:
     """The config for so many sequences, or runs: the fewest CTAs for some columns of a head that keep a GPU busy."""
     alone = count_mean_ctas(sequences, kv_heads, head_dim_v, 1)
-    cluster = next((cluster for cluster in CLUSTERS if alone * cluster >= ENOUGH_CTAS), CLUSTERS[-1])
+    of_pairs = ENOUGH_PAIRED_CTAS_OF_RUNS if of_runs else ENOUGH_CTAS
+    enough = {cluster: of_pairs if cluster == 2 else ENOUGH_CTAS for cluster in CLUSTERS}
+    cluster = next((cluster for cluster in CLUSTERS if alone * cluster >= enough[cluster]), CLUSTERS[-1])
     config = ValueMeanConfig(dtype, cluster, layout, of_runs)
     validate_value_mean_config(config)
     return config

@@ -372,8 +372,8 @@ def _shfl(name: str, ops: list[str]) -> Step:
 
 
 def _redux(name: str, ops: list[str]) -> Step:
-    join = {"add": np.add, "max": np.maximum, "min": np.minimum}[name.split(".")[2]]
-    dtype = {"s32": np.int32, "u32": np.uint32}[name.split(".")[3]]
+    join = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[name.split(".")[2]]
+    dtype = {"s32": np.int32, "u32": np.uint32, "b32": np.uint32}[name.split(".")[3]]
 
     def step(warp: Warp, mask: np.ndarray) -> None:
         _meet(warp, mask, ops[-1])

@@ -95,11 +95,11 @@ class Fp8ForwardConfig(ForwardConfig):
     def awaits_v_early(self) -> bool:
         """Whether V of a block is awaited under Q K^T, in place of behind its exponentials. Without that wait between
         them ptxas moves the one for P V in front of them; with three warpgroups others' products run meanwhile. Where
-        it gained: at head_dim 128 without a mask, and in runs under a causal mask, but not where means of V change."""
+        it gained: at head_dim 128 without a mask, and in runs under a causal mask."""
         is_half = self.softmax is Softmax.HALF_SCORES and self.is_plain
         if not is_half or self.v_rows or self.lowers_queries or self.consumers < 3:
             return False
-        return self.causal if self.run_blocks else self.head_dim == 128 and not self.causal
+        return self.run_blocks > 0 if self.causal else self.head_dim == 128
 
     @property
     def note_floats(self) -> int:

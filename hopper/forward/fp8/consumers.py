@@ -57,10 +57,8 @@ class LaggingConsumer(Consumer):
         first: Int32,
         n_block: Int32,
         v_state: PipelineState,
-        v_is_late: cutlass.Constexpr[bool] = False,
     ) -> tuple[Int32, PipelineState]:
-        """The number of the block behind ``first``, and the state of the V before it. With ``v_is_late`` no V is
-        awaited early.
+        """The number of the block behind ``first``, and the state of the V before it.
 
         The state of the next block is made while a block is computed, not between two of them.
         """
@@ -68,7 +66,7 @@ class LaggingConsumer(Consumer):
         k_state.advance()
         while n_block >= first:
             after = state_after(k_state)
-            self._lagging_block(scores, n_block, (v_state, k_state), False, v_is_late)
+            self._lagging_block(scores, n_block, (v_state, k_state), False)
             v_state, k_state = k_state, after
             n_block = n_block - 1
         return n_block, v_state
@@ -80,7 +78,6 @@ class LaggingConsumer(Consumer):
         n_block: Int32,
         states: tuple[PipelineState, PipelineState],
         is_masked: cutlass.Constexpr[bool],
-        v_is_late: cutlass.Constexpr[bool] = False,
     ):
         """``_overlapped_block`` without a maximum. ``states`` are those of the V before and of the block's K."""
         v_state, k_state = states
@@ -91,8 +88,9 @@ class LaggingConsumer(Consumer):
         self.output.enter_product()
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
+        self._products_run(scores, n_block)
         self.softmax.enter_block(consumer_slot(k_state))
-        if const_expr(self.config.awaits_v_early and not v_is_late):
+        if const_expr(self.config.awaits_v_early):
             self.pipes.v.consumer_wait(k_state)
         warpgroup.wait_group(1)
         self._scores_have_come(k_state)
@@ -102,7 +100,7 @@ class LaggingConsumer(Consumer):
         for r in cutlass.range_constexpr(len(early)):
             self.softmax.exponentiate_by_stale_maximum(acc_S, early[r])
         suffices = self.softmax.maximum_suffices(early)
-        if const_expr(not self.config.awaits_v_early or v_is_late):
+        if const_expr(not self.config.awaits_v_early):
             self.pipes.v.consumer_wait(k_state)
         self.output.wait(self.tOrP, v_state.index)
         self.pipes.v.consumer_release(v_state)
@@ -127,6 +125,9 @@ class LaggingConsumer(Consumer):
         warpgroups there are registers for both beside a P that is still multiplied."""
         return ((0, 1), ()) if self.config.consumers <= 2 else ((0,), (1,))
 
+    def _products_run(self, scores: ScoreTile, n_block: Int32):
+        """Behind the start of both products of a block."""
+
     def _scores_have_come(self, k_state: PipelineState):
         """Behind Q K^T."""
 
@@ -146,61 +147,41 @@ class HalfScoresConsumer(LaggingConsumer):
     Only the first block of a tile takes a maximum whatever its P is.
     """
 
-    def _begin_walk(self, scores: ScoreTile, blocks: KeyBlocks):
-        if self.config.run_blocks:
-            self.output.means.begin_walk(self._run_of(scores, blocks.last)[0])
-        super()._begin_walk(scores, blocks)
-
     @cute.jit
     def _unmasked_blocks(
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
     ) -> PipelineState:
-        """In runs of so many blocks."""
+        """In runs of so many blocks, behind each of which O goes to the sums. Where means of V change a run ends at
+        each fourth edge, and elsewhere wherever it does; what is left over comes last."""
         if const_expr(self.config.run_blocks == 0):
             return LaggingConsumer._unmasked_blocks(self, scores, blocks, n_block, v_state)
-        if self.output.means.has_changes():
-            v_state = self._blocks_with_changes(scores, blocks, n_block, v_state)
-        else:
-            v_state = self._blocks_in_runs(scores, blocks, n_block, v_state)
-        self.output.join_runs()
-        return v_state
-
-    @cute.jit
-    def _blocks_in_runs(
-        self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
-    ) -> PipelineState:
-        """What is left over comes last."""
+        run_blocks, means = self.config.run_blocks, self.output.means
+        has_sums = (n_block - blocks.begin >= run_blocks) | means.has_changes()
+        if has_sums:
+            means.staging.forget_sums()
+        left = Int32(run_blocks)
+        if means.has_changes():
+            run, blocks_of_it = self._run_of(scores, n_block)
+            left = left - means.runs_in_front(run) * self.config.mean_blocks - blocks_of_it
         while n_block >= blocks.begin:
-            first = maximum(blocks.begin, n_block + 1 - self.config.run_blocks)
+            first = maximum(blocks.begin, n_block + 1 - left)
             n_block, v_state = self._blocks_down_to(scores, first, n_block, v_state)
+            left = Int32(run_blocks)
             if n_block >= blocks.begin:
                 self.output.end_run()
+        if has_sums:
+            self.output.join_runs()
         return v_state
 
     @cute.jit
-    def _blocks_with_changes(
-        self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
-    ) -> PipelineState:
-        """Where means of V change, whose edges are counted from the last block of the sequence. A sum ends at such an
-        edge too, which says whether it has ``run_blocks`` or nearly so many."""
-        c = self.config
-        while n_block >= blocks.begin:
-            run, blocks_of_it = self._run_of(scores, n_block)
-            if blocks_of_it == 0:
-                self.output.note_change(run)
-                if self.output.means.runs_in_front(run) % (c.run_blocks // c.mean_blocks) == 0:
-                    self.output.end_run()
-            first = maximum(blocks.begin, n_block + 1 - (c.mean_blocks - blocks_of_it))
-            n_block, v_state = self._blocks_down_to(scores, first, n_block, v_state, v_is_late=True)
-        return v_state
-
-    @cute.jit
-    def _note_change(self, scores: ScoreTile, n_block: Int32):
-        """Before a block that is not a tile's first: what O lacks, where the mean of V may change."""
-        run, blocks_of_it = self._run_of(scores, n_block)
-        if blocks_of_it == 0:
-            if self.output.means.has_changes():
-                self.output.note_change(run)
+    def _products_run(self, scores: ScoreTile, n_block: Int32):
+        """Where the walk comes to an edge the sums so far are noted, while nothing else is to be done. They are those
+        before the block, whose P is still to be made."""
+        if const_expr(self.config.run_blocks > 0):
+            edge = self.output.means.edge
+            if n_block == edge[0]:
+                self.output.note_change(self._run_of(scores, n_block)[0])
+                edge[0] = edge[0] - self.config.mean_blocks
 
     def _run_of(self, scores: ScoreTile, n_block: Int32) -> tuple[Int32, Int32]:
         """(run that a block is in, as means are counted, blocks of the sequence behind it in that run)."""
@@ -221,6 +202,8 @@ class HalfScoresConsumer(LaggingConsumer):
         acc_S = self._make_acc_S(keys)
         self.pipes.k.consumer_wait(kv_state)
         self._start_scores(acc_S, kv_state)
+        if const_expr(self.config.run_blocks > 0):
+            self.output.means.begin_walk(*self._run_of(scores, n_block), n_block)
         self.softmax.start()
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
@@ -234,8 +217,6 @@ class HalfScoresConsumer(LaggingConsumer):
     def _overlapped_block(
         self, scores: ScoreTile, n_block: Int32, v_state: PipelineState, is_masked: cutlass.Constexpr[bool]
     ) -> PipelineState:
-        if const_expr(self.config.run_blocks > 0):
-            self._note_change(scores, n_block)
         k_state = v_state.clone()
         k_state.advance()
         self._lagging_block(scores, n_block, (v_state, k_state), is_masked)

@@ -35,6 +35,9 @@ LOG_LANES_PER_ROW = LANES_PER_ROW.bit_length() - 1
 HEAD, ENTRY, BEGIN = 4, 5, 6
 """Which of a warp's words is what, behind four that are not 0 where means of a head change."""
 
+NO_EDGE = -1
+"""In place of the number of a block behind an edge."""
+
 NOTE_WORDS = NOTE_FLOATS * LANES_PER_ROW // WARPGROUP_THREADS
 """Of two rows."""
 
@@ -134,13 +137,17 @@ class MeansOfRuns(MeanOfV):
     from.
 
     Differences of ``STEPS_AT_HAND`` come to ``staging`` first. Among its words a warp keeps the changes of its tile's
-    head, the head, the batch entry, and the run that the walk begins in.
+    head, the head, the batch entry, and the run that the walk begins in. Two registers say what a block asks for:
+    ``changed`` is not 0 where means of that head change, and ``edge`` is then the next block behind an edge, else -1.
     """
 
     differences: cute.Tensor
     changes: cute.Tensor
     notes: cute.Tensor
     staging: Staging
+    mean_blocks: int
+    changed: cute.Tensor
+    edge: cute.Tensor
 
     @cute.jit
     def begin(self, head_kv: Int32, batch: Int32):
@@ -160,24 +167,27 @@ class MeansOfRuns(MeanOfV):
         MeanOfV.begin(self, head_kv, batch)
 
     @cute.jit
-    def begin_walk(self, run: Int32):
-        """In this run of the sequence."""
-        words = self.staging.words_of_warp()
-        if cute.arch.lane_idx() == 0:
-            words[BEGIN] = run
-            self.staging.forget_sums(words)
-
-    @cute.jit
-    def has_changes(self) -> Boolean:
-        """Of the tile's head."""
+    def begin_walk(self, run: Int32, blocks_of_it: Int32, n_block: Int32):
+        """With block ``n_block``, which has so many blocks of its ``run`` behind it: under the first product of a tile,
+        where nobody waits for what ``begin`` has asked for."""
         words = self.staging.words_of_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
         changes = cute.make_rmem_tensor(COPIED, Int32)
         cute.autovec_copy(cute.make_tensor(words.iterator, changes.layout), changes)
-        # All lanes say the same; so the compiler knows.
-        return cute.arch.vote_any_sync((changes[0] | changes[1] | changes[2] | changes[3]) != 0)
+        # All lanes say the same; so the compiler knows, and keeps it in a uniform register.
+        self.changed[0] = cute.arch.warp_redux_sync(changes[0] | changes[1] | changes[2] | changes[3], "or")
+        self.edge[0] = Int32(NO_EDGE)
+        if self.has_changes():
+            self.edge[0] = n_block - (self.mean_blocks - blocks_of_it)
+            if cute.arch.lane_idx() == 0:
+                words[BEGIN] = run
+            cute.arch.sync_warp()
+
+    def has_changes(self) -> Boolean:
+        """Of the tile's head."""
+        return self.changed[0] != 0
 
     def runs_in_front(self, run: Int32) -> Int32:
         """Of a run that the walk has come to, those that it has visited."""

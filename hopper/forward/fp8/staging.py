@@ -59,9 +59,12 @@ class Staging(LoopInvariant):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         sync_warpgroup(wg)
 
-    def forget_sums(self, words: cute.Tensor):
-        """By one lane of a warp, whose ``words`` these are, before a walk."""
-        words[UNIT] = Int32(NO_SUMS)
+    @cute.jit
+    def forget_sums(self):
+        """By a warp, before a walk that may keep some."""
+        if cute.arch.lane_idx() == 0:
+            self.words_of_warp()[UNIT] = Int32(NO_SUMS)
+        cute.arch.sync_warp()
 
     @cute.jit
     def keep(self, measures: list[Float32], unit: Float32):
