@@ -58,8 +58,8 @@ def compile_run_means(config: RunMeansConfig, options: str = ""):
     Returns a TVM FFI function ``fn(v, statistics, means, differences, changes, run, end)``, whose v, statistics, run
     and end are those of the launch in front, that of ``compile_value_mean`` with ``of_runs``. It writes means float32
     (b, runs, h, dv), what the keys of each run lose; differences int32 (b, steps, h, 8 dv), what those of the run in
-    front lose more, four runs a step (``hopper.mean.edges``); and changes int32 (b, h, 4): what is not 0 in any of the
-    four where not all lose the same. dv is at most 256.
+    front lose more, four runs a step (``hopper.mean.edges``); and changes int32 (b, h, 4), 0 or 1: not all 0 where
+    not all lose the same. dv is at most 256.
 
     It starts before the launch in front has ended, and the next kernel may before it has, as behind that one.
     """

@@ -68,8 +68,8 @@ class RunStatisticsKernel(ValueMeanKernel):
 class RunMeansKernel:
     """What ``RunStatisticsKernel`` has found -> float32 (batch, runs, heads, columns), what the keys of each run lose;
     int32 (batch, steps, heads, 8 columns), what those of the run in front lose more, ``EDGES_AT_ONCE`` runs a step, as
-    ``store_difference`` has it; and int32 (batch, heads, MOST_PARTS), not 0 where runs of some columns lose something
-    else than the others. Of the first run, and of runs behind the last, the difference is 0.
+    ``store_difference`` has it; and int32 (batch, heads, MOST_PARTS), 1 where runs of some columns lose something else
+    than the others, else 0. Of the first run, and of runs behind the last, the difference is 0.
 
     ``hopper_attention.quantization_rules.means_of_runs`` has the rule. A CTA takes ``COLUMNS`` columns of a head, and
     a thread one of them in some of ``GROUPS`` groups of neighbouring runs.

@@ -79,26 +79,42 @@ def test_runs_of_any_length(blocks: int, causal: bool) -> None:
     ],
 )
 def test_runs_without_a_mean_each(seqlens: tuple[int, int], blocks: int, causal: bool) -> None:
-    """As V with these means added, wherever a tile begins: under a mask, too, and in the middle of a run."""
-    seqlen_k = seqlens[1]
-    parts = quantized(*draw(*seqlens))
-    tiles = -(-seqlen_k // TILE)
-    config = config_of(causal, blocks=blocks)
-    run = (tiles - 1 - torch.arange(seqlen_k) // TILE) // config.mean_blocks
+    """Wherever a tile begins: under a mask, too, and in the middle of a run."""
+    assert_means_come_back(config_of(causal, blocks=blocks), seqlens)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_where_ends_are_found_early(blocks: int, causal: bool) -> None:
+    """Which they are beyond head_dim 64."""
+    config = replace(config_of(causal, blocks=blocks), head_dim=2 * DIM, head_dim_v=2 * DIM)
+    validate_forward_config(config)
+    assert config.finds_ends_early and not config_of(causal, blocks=blocks).finds_ends_early
+    assert_means_come_back(config, (3 * TILE + 7, 13 * TILE + 13))
+
+
+def assert_means_come_back(config: Fp8ForwardConfig, seqlens: tuple[int, int]) -> None:
+    """O is that of V with the means of its runs added."""
+    seqlen_k, causal, head_dim = seqlens[1], config.causal, config.head_dim
+    scale = head_dim**-0.5
     generator = torch.Generator().manual_seed(1)
-    means = 8 * torch.randn(1, int(run.max()) + 1, 1, DIM, generator=generator)
+    rows = seqlens[0], seqlen_k, seqlen_k
+    parts = quantized(*(torch.randn(1, n, 1, head_dim, generator=generator) for n in rows))
+    tiles = -(-seqlen_k // TILE)
+    run = (tiles - 1 - torch.arange(seqlen_k) // TILE) // config.mean_blocks
+    means = 8 * torch.randn(1, int(run.max()) + 1, 1, head_dim, generator=generator)
     q, k, v = dequantized(parts)
     exact, _ = attention_naive(q, k, v + means[:, run], causal=causal)
     changed = replace(parts, mean_v=means[:, -1].contiguous())
     changes = torch.tensor([[[0, 0, 0, 1]]], dtype=torch.int32)
-    out, _ = fp8_forward_on_numpy(config, changed, SCALE, LATE, runs=(means, changes))
+    out, _ = fp8_forward_on_numpy(config, changed, scale, LATE, runs=(means, changes))
     # P is rounded, its sum is not.
     allowed = 0.06 * attention_naive(q, k, (v + means[:, run]).abs(), causal=causal)[0]
     assert bool(((out.double() - exact).abs() <= allowed).all()) and relative(out, exact) < 0.03
     # Nothing is read of means of a head that has no changes.
     means[:] = float("nan")
-    out, _ = fp8_forward_on_numpy(config, parts, SCALE, LATE, runs=(means, 0 * changes))
-    assert torch.equal(out, fp8_forward_on_numpy(config, parts, SCALE, LATE)[0])
+    out, _ = fp8_forward_on_numpy(config, parts, scale, LATE, runs=(means, 0 * changes))
+    assert torch.equal(out, fp8_forward_on_numpy(config, parts, scale, LATE)[0])
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])

@@ -155,18 +155,21 @@ class HalfScoresConsumer(LaggingConsumer):
         each fourth edge, and elsewhere wherever it does; what is left over comes last."""
         if const_expr(self.config.run_blocks == 0):
             return LaggingConsumer._unmasked_blocks(self, scores, blocks, n_block, v_state)
-        run_blocks, means = self.config.run_blocks, self.output.means
+        c, means = self.config, self.output.means
+        run_blocks = c.run_blocks
         has_sums = (n_block - blocks.begin >= run_blocks) | means.has_changes()
         if has_sums:
             means.staging.forget_sums()
-        left = Int32(run_blocks)
-        if means.has_changes():
+        following = n_block - run_blocks
+        if const_expr(c.finds_ends_early):
+            following = following + means.changed[0] * (means.fourth_edge[0] - following)
+        elif means.has_changes():
             run, blocks_of_it = self._run_of(scores, n_block)
-            left = left - means.runs_in_front(run) * self.config.mean_blocks - blocks_of_it
+            following = following + means.runs_in_front(run) * c.mean_blocks + blocks_of_it
         while n_block >= blocks.begin:
-            first = maximum(blocks.begin, n_block + 1 - left)
+            first = maximum(blocks.begin, following + 1)
             n_block, v_state = self._blocks_down_to(scores, first, n_block, v_state)
-            left = Int32(run_blocks)
+            following = n_block - run_blocks
             if n_block >= blocks.begin:
                 self.output.end_run()
         if has_sums:

@@ -21,7 +21,7 @@ from cute_kernels.integers import maximum, minimum
 from cute_kernels.softmax import clear_empty_rows, normalize_rows, scale_rows
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.barriers import sync_warpgroup
-from hopper.forward.fp8.config import NOTE_FLOATS
+from hopper.forward.fp8.config import MEANS_OF_RUN, NOTE_FLOATS
 from hopper.forward.fp8.staging import Staging, place_behind
 from hopper.forward.unscaled import NoCorrection
 from hopper.mean.config import EDGES_AT_ONCE, WORDS_OF_EDGES
@@ -125,8 +125,8 @@ class MeansOfRuns(MeanOfV):
     Runs are numbered as the walk comes to them, the run of the last keys first. ``differences`` is int32 (batch, steps,
     kv_heads, 8 head_dim_v), 16-byte aligned, with as many words behind its end as a head of the config has more than
     one of it: the mean of the run in front, less a run's own, four runs a step (``hopper.mean.edges``). ``changes`` is
-    int32 (batch, kv_heads, 4), 0 where all runs of a head lost the same. Both have no steps and no heads where that is
-    so of all. ``vector`` is the mean of the run that is visited last.
+    int32 (batch, kv_heads, 4), 1 where runs of a head lost something else than others, else 0. Both have no steps and
+    no heads where all runs of all heads lost the same. ``vector`` is the mean of the run that is visited last.
 
     That mean is added to the whole output. What O lacks is then, of each run but the last, the sum of the run's P times
     what its mean is more: by parts, the sum over the edges between two runs of P of all keys in front of the edge,
@@ -137,8 +137,9 @@ class MeansOfRuns(MeanOfV):
     from.
 
     Differences of ``STEPS_AT_HAND`` come to ``staging`` first. Among its words a warp keeps the changes of its tile's
-    head, the head, the batch entry, and the run that the walk begins in. Two registers say what a block asks for:
-    ``changed`` is not 0 where means of that head change, and ``edge`` is then the next block behind an edge, else -1.
+    head, the head, the batch entry, and the run that the walk begins in. What the walk asks for is in registers:
+    ``changed`` is 1 where means of that head change, else 0; ``edge`` is then the next block behind an edge, else -1;
+    ``fourth_edge`` would be the block behind the fourth edge of the tile.
     """
 
     differences: cute.Tensor
@@ -148,6 +149,7 @@ class MeansOfRuns(MeanOfV):
     mean_blocks: int
     changed: cute.Tensor
     edge: cute.Tensor
+    fourth_edge: cute.Tensor
 
     @cute.jit
     def begin(self, head_kv: Int32, batch: Int32):
@@ -176,11 +178,13 @@ class MeansOfRuns(MeanOfV):
         cute.arch.sync_warp()
         changes = cute.make_rmem_tensor(COPIED, Int32)
         cute.autovec_copy(cute.make_tensor(words.iterator, changes.layout), changes)
-        # All lanes say the same; so the compiler knows, and keeps it in a uniform register.
+        # 0 or 1 each, as the finder writes them. All lanes say the same; so the compiler knows, and keeps the result in
+        # a uniform register.
         self.changed[0] = cute.arch.warp_redux_sync(changes[0] | changes[1] | changes[2] | changes[3], "or")
-        self.edge[0] = Int32(NO_EDGE)
+        edge = n_block - (self.mean_blocks - blocks_of_it)
+        self.edge[0] = self.changed[0] * (edge - NO_EDGE) + NO_EDGE
+        self.fourth_edge[0] = edge - (MEANS_OF_RUN - 1) * self.mean_blocks
         if self.has_changes():
-            self.edge[0] = n_block - (self.mean_blocks - blocks_of_it)
             if cute.arch.lane_idx() == 0:
                 words[BEGIN] = run
             cute.arch.sync_warp()
