@@ -37,7 +37,7 @@ class PartialSumsOutput(Output):
         self.vectors = self.config.head_dim_v // (GROUPS * COLUMNS_PER_GROUP)
 
     def note_change(self, run: Int32):
-        """Between two blocks, the second of which is the first visited of a run whose mean may be another."""
+        """Before the sums count a block that is the first visited of ``run``, whose mean may be another."""
         self.means.note(self.softmax.row_sum, self.softmax.shift, run)
 
     @cute.jit
