@@ -324,7 +324,8 @@ def run_case_in_runs(config: Fp8ForwardConfig, device: str) -> str:
     launcher = find_at_once(shapes, strides, dtypes, devices, *of_call)
     if not isinstance(launcher, InRunsLauncher):
         return f"a call of {lengths[1]} keys has no runs"
-    launcher = replace(launcher, attention=replace(launcher.attention, num_ctas=CTAS))
+    few = {part: replace(getattr(launcher, part), num_ctas=CTAS) for part in ("quantizer", "attention")}
+    launcher = replace(launcher, **few)
     out, _ = launcher(*on_gpu, config.head_dim**-0.5, False)
     torch.cuda.synchronize()
     exact, _ = attention_naive(q, k, v, causal=config.causal)
@@ -348,7 +349,7 @@ def run_quantize_case(config: QuantizeConfig, device: str) -> str:
     on_gpu = [x.to(device) for x in inputs]
     outputs = empty_outputs(config, *on_gpu)
     means = means_of(*inputs[1:], c)
-    quantizer = find_quantizer(config, on_gpu[0].device)
+    quantizer = replace(find_quantizer(config, on_gpu[0].device), num_ctas=CTAS)
     on_device = Means(means.k.to(device), means.v.to(device))
     quantizer.fill(outputs, *on_gpu, quantizer.extras(c.seed, on_device, on_gpu[0].device))
     torch.cuda.synchronize()

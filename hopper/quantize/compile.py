@@ -7,14 +7,14 @@ from cute_kernels.arguments import compile_for_torch, strided, words
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 from hopper.quantize.config import CHUNK, QuantizeConfig
-from hopper.quantize.kernel import PackedQuantizeKernel, QuantizeKernel
+from hopper.quantize.kernel import ClaimingQuantizeKernel, PackedQuantizeKernel, QuantizeKernel
 
 
 def compile_quantize(config: QuantizeConfig, options: str = ""):
     """Compile the quantizer of ``config`` for sm_90a.
 
     Returns a TVM FFI function ``fn(q, k, v, q8, k8, vt8, q_scale, k_scale, v_scale, signs, signs_v, mean_k, mean_v,
-    num_ctas)`` that launches on torch's current stream.
+    counter, num_ctas)`` that launches on torch's current stream.
 
     - q (b, sq, h, d), k (b, sk, hk, d), v (b, sk, hk, dv): the config's dtype, the last stride 1, other strides in
       multiples of 8 elements, 16-byte aligned addresses.
@@ -27,6 +27,8 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     - mean_k float32 (b, hk, d), with ``smooth_k``; mean_v (b, hk, dv) with ``smooth_v``. Both 16-byte aligned.
       With ``mean_blocks`` it is (b * runs, hk, dv), each entry's runs from its last keys to its first.
     - Whichever of these four a config does not use is int32 (any,).
+    - counter: only if the config ``claims_items``; int32 (2,), zeros, which it leaves so. No launch that may run at the
+      same time has the same.
     - num_ctas: most CTAs to launch, usually the number of SMs times ``ctas_per_sm``.
 
     With the layout "varlen" b is 1, sq and sk are rows of all sequences, and cu_seqlens_q, cu_seqlens_k int32 (batch +
@@ -47,8 +49,9 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
     entries = cute.sym_int() if is_packed or config.mean_blocks else b
     batch, batch_and_one = cute.sym_int(), cute.sym_int()
     sizes = batch_and_one, batch_and_one, batch, cute.sym_int()
+    plain = ClaimingQuantizeKernel if config.claims_items else QuantizeKernel
     return compile_for_torch(
-        PackedQuantizeKernel(config) if is_packed else QuantizeKernel(config),
+        PackedQuantizeKernel(config) if is_packed else plain(config),
         strided(dtype, (b, sq, h, d), CHUNK),
         strided(dtype, (b, sk, hk, d), CHUNK),
         strided(dtype, (b, sk, hk, dv), CHUNK),
@@ -62,6 +65,7 @@ def compile_quantize(config: QuantizeConfig, options: str = ""):
         signs_v,
         strided(Float32, (b, hk, d), 4) if config.smooth_k else no_mean_k,
         strided(Float32, (entries, hk, dv), 4) if config.smooth_v else no_mean_v,
+        *([words(2)] if config.claims_items else []),
         *(words(size) for size in sizes if is_packed),
         Int32(0),
         options=options,

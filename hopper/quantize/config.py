@@ -73,6 +73,9 @@ WARPS_AND_ELEMENTS = ((4, 64), (8, 64), (16, 64), (12, 112), (8, 192))
 WORKING_REGISTERS = 56
 """Registers a thread needs beside its elements."""
 
+MAILS = 2
+"""Claimed items that may be waiting for the slowest warp of a CTA (``hopper.quantize.grid.Claims``)."""
+
 
 def is_power_of_two(x: float) -> bool:
     return math.frexp(x)[0] == 0.5
@@ -319,6 +322,17 @@ class QuantizeConfig:
     def ctas_per_sm(self) -> int:
         by_registers = REGISTERS_PER_SM // (self.threads * (self.elements + WORKING_REGISTERS))
         return max(1, min(by_registers, SMEM_BYTES // self.smem_bytes))
+
+    @property
+    def claims_items(self) -> bool:
+        """Whether CTAs claim the last of their items, as some begin late, behind two kernels that find means. One that
+        is alone on its SM gains nothing, as nobody works while it asks."""
+        return self.mean_blocks > 0 and self.ctas_per_sm > 1
+
+    @property
+    def mails(self) -> int:
+        """Places for claimed items."""
+        return MAILS if self.claims_items else 0
 
     @cached_property
     def name(self) -> str:

@@ -1,18 +1,15 @@
 """The quantizer's launch and its persistent loop over the blocks of Q, K and V."""
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32, const_expr
 
-from cute_kernels.integers import ceil_div, maximum, minimum
-from cute_kernels.invariant import LoopInvariant
+from cute_kernels.integers import ceil_div, maximum
 from cute_kernels.plan.config import plan_entries
-from cute_kernels.plan.kernel import rows_of
 from cute_kernels.problem import VARLEN
 from hopper.quantize.config import CHUNK, E4M3_MAX, QuantizeConfig, keeps_lengths, validate_quantize_config
+from hopper.quantize.grid import Claims, Grid, PackedGrid, PackedSide, Shares
 from hopper.quantize.operand import (
     CHUNK_WORDS,
     Cta,
@@ -23,111 +20,6 @@ from hopper.quantize.operand import (
     RowScaledOperand,
 )
 from hopper.quantize.values import TransposedOperand
-
-PHASES = 4
-"""Groups of CTAs that are at different parts of their work at any time."""
-
-
-@dataclass(frozen=True)
-class Grid(LoopInvariant):
-    """Numbers the items of Q, then those of K, then those of V, and shares them out.
-
-    An item is a block, or some blocks or rows that follow each other. Neighbours are heads of the same rows, whose
-    memory is neighbouring too. ``of_q`` and ``of_kv`` divide by the heads, and by the items of a sequence.
-
-    CTA c takes the items c, c + ctas, c + 2 ctas and so on, but begins in the middle of them and comes to the first
-    ones last, each quarter of the CTAs a quarter later: a rotation keeps the ALUs busy and V the memory, so the two
-    had better happen at the same time. With ``v_is_late`` none begins with V, whose mean another kernel is still at,
-    and quarters are those of the items in front of V.
-    """
-
-    first_of_k: Int32
-    first_of_v: Int32
-    end: Int32
-    of_q: tuple
-    of_kv: tuple
-    v_is_late: bool
-
-    def share(self, cta: Int32, ctas: Int32) -> tuple[Int32, Int32]:
-        """(items of a CTA, the one to begin with)."""
-        count = ceil_div(self.end - cta, ctas)
-        to_begin_with = maximum(self.first_of_v - cta, 0) // ctas if self.v_is_late else count
-        return count, cta + PHASES * cta // ctas * to_begin_with // PHASES * ctas
-
-    @cute.jit
-    def place(self, item: Int32) -> tuple[Int32, Int32, Int32]:
-        """(item of the sequence, head, batch entry)."""
-        number, head, batch = Int32(0), Int32(0), Int32(0)
-        if item < self.first_of_k:
-            number, head, batch = split(item, *self.of_q)
-        else:
-            first = self.first_of_k if item < self.first_of_v else self.first_of_v
-            number, head, batch = split(item - first, *self.of_kv)
-        return number, head, batch
-
-
-@dataclass(frozen=True)
-class PackedSide(LoopInvariant):
-    """Packed sequences of Q, or of K and V: which rows an item of ``rows`` rows has, by its number.
-
-    Those of sequence b begin with item cu_seqlens[b] // rows + b (``SeqlenInfo.first_key_block``), so that no item has
-    rows of two sequences, and some have none. ``total`` is the number of rows of the tensor.
-    """
-
-    cu_seqlens: cute.Tensor
-    seqused: cute.Tensor
-    total: Int32
-    rows: int
-
-    @cute.jit
-    def find(self, item: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-        """(item of the sequence, sequence, its first row, its rows), the sequence by bisection of the offsets. Rows
-        behind the last sequence count as one more."""
-        sequence, high = Int32(0), self.cu_seqlens.shape[0] - 1
-        while sequence < high:
-            middle = (sequence + high + 1) // 2
-            is_before = self._first_item(middle) <= item
-            sequence = middle if is_before else sequence
-            high = high if is_before else middle - 1
-        offset, length = rows_of(self.cu_seqlens, self.seqused, self.total, sequence)
-        # Whatever the offsets say, nothing outside of the tensors is touched.
-        number = maximum(item - self._first_item(sequence), 0)
-        return number, sequence, offset, length
-
-    def _first_item(self, sequence: Int32) -> Int32:
-        offset = minimum(maximum(self.cu_seqlens[sequence], 0), self.total)
-        return offset // self.rows + sequence
-
-
-@dataclass(frozen=True)
-class PackedGrid(Grid):
-    """``Grid`` for packed sequences; ``of_q`` and ``of_kv`` divide by the heads alone."""
-
-    q: PackedSide
-    k: PackedSide
-
-    @cute.jit
-    def place(self, item: Int32) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-        """(item of the sequence, head, sequence, its first row, its rows)."""
-        number, head, sequence, offset, length = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        if item < self.first_of_k:
-            row, head_q = divmod(item, self.of_q[0])
-            head = Int32(head_q)
-            number, sequence, offset, length = self.q.find(Int32(row))
-        else:
-            first = self.first_of_k if item < self.first_of_v else self.first_of_v
-            row, head_kv = divmod(item - first, self.of_kv[0])
-            head = Int32(head_kv)
-            number, sequence, offset, length = self.k.find(Int32(row))
-        return number, head, sequence, offset, length
-
-
-def split(
-    index: Int32, heads: cute.FastDivmodDivisorV2, numbers: cute.FastDivmodDivisorV2
-) -> tuple[Int32, Int32, Int32]:
-    row, head = divmod(index, heads)
-    batch, number = divmod(Int32(row), numbers)
-    return Int32(number), Int32(head), Int32(batch)
 
 
 class QuantizeKernel:
@@ -180,20 +72,32 @@ class QuantizeKernel:
             (mean_k, mean_v),
         )
         items = batch * heads * of_q, batch * kv_heads * of_kv
-        self._launch(tensors, items, (heads, of_q, kv_heads, of_kv), (), num_ctas, stream)
+        self._launch(tensors, items, (heads, of_q, kv_heads, of_kv), (), (), num_ctas, stream)
 
     @cute.jit
-    def _launch(self, tensors: tuple, items: tuple, divisors: tuple, lengths: tuple, num_ctas: Int32, stream):
-        """``items`` are those of Q, and of K; ``divisors`` those of ``Grid``; ``lengths`` of packed sequences."""
+    def _launch(
+        self,
+        tensors: tuple,
+        items: tuple,
+        divisors: tuple,
+        lengths: tuple,
+        counters: tuple,
+        num_ctas: Int32,
+        stream,
+    ):
+        """``items`` are those of Q, and of K; ``divisors`` those of ``Grid``; ``lengths`` of packed sequences;
+        ``counters`` what items are claimed by, if they are."""
         c, (of_q, of_k) = self.config, items
         end = of_q + 2 * of_k
+        ctas = cutlass.min(num_ctas, end)
         self.kernel(
             *tensors,
             (of_q, of_q + of_k, end),
             tuple(cute.FastDivmodDivisorV2(x) for x in divisors),
             lengths,
+            self._claimed_by(counters, end, ctas),
         ).launch(
-            grid=(cutlass.min(num_ctas, end), 1, 1),
+            grid=(ctas, 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
             use_pdl=c.smooth_v,
@@ -213,6 +117,7 @@ class QuantizeKernel:
         bounds: tuple,
         divisors: tuple,
         lengths: tuple,
+        claimed_by: tuple,
     ):
         c = self.config
         storage = cutlass.memory.SmemAllocator().allocate(self._shared_storage())
@@ -247,36 +152,51 @@ class QuantizeKernel:
         shared_out = first_of_k, first_of_v, end, divisors[:half], divisors[half:], c.smooth_v
         grid = self._grid(shared_out, sources, lengths)
         number, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        left, item = grid.share(number, ctas)
+        order = Shares(grid, number, ctas)
+        if const_expr(c.claims_items):
+            mailbox = storage.mailbox.get_tensor(cute.make_layout(c.mails))
+            barriers = storage.full.data_ptr(), storage.empty.data_ptr()
+            order = Claims(grid, number, ctas, *claimed_by, c.warps, thread, mailbox, *barriers)
+            order.prepare()
+            cute.arch.sync_threads()
 
         turn = Int32(0)
+        item, count = order.begin()
         place = grid.place(item)
         if item < first_of_k:
-            q.start_loads(cta, place, left & 1)
+            q.start_loads(cta, place, count & 1)
         elif item < first_of_v:
-            k.start_loads(cta, place, left & 1)
+            k.start_loads(cta, place, count & 1)
         else:
-            v.start_loads(cta, place, left & 1)
+            v.start_loads(cta, place, count & 1)
         cute.arch.cp_async_commit_group()
-        while left > 0:
+        while order.is_open(item, count):
+            claimed = order.claim(count)
             words = cta.take_slots(c.elements // CHUNK)
-            following = item + ctas if item + ctas < end else number
+            following = order.following(item, count)
             next_place = grid.place(following)
-            if left > 1:
+            if order.has(following, count):
                 if following < first_of_k:
-                    q.start_loads(cta, next_place, left & 1 ^ 1)
+                    q.start_loads(cta, next_place, count & 1 ^ 1)
                 elif following < first_of_v:
-                    k.start_loads(cta, next_place, left & 1 ^ 1)
+                    k.start_loads(cta, next_place, count & 1 ^ 1)
                 else:
-                    v.start_loads(cta, next_place, left & 1 ^ 1)
+                    v.start_loads(cta, next_place, count & 1 ^ 1)
             cute.arch.cp_async_commit_group()
+            order.pass_on(claimed, count)
             if item < first_of_k:
-                turn = q.quantize(cta, words, place, turn, left & 1)
+                turn = q.quantize(cta, words, place, turn, count & 1)
             elif item < first_of_v:
-                turn = k.quantize(cta, words, place, turn, left & 1)
+                turn = k.quantize(cta, words, place, turn, count & 1)
             else:
-                turn = v.quantize(cta, words, place, turn, left & 1)
-            item, place, left = following, next_place, left - 1
+                turn = v.quantize(cta, words, place, turn, count & 1)
+            item, place, count = following, next_place, order.advance(count)
+        order.finish()
+
+    def _claimed_by(self, counters: tuple, end: Int32, ctas: Int32) -> tuple:
+        """The counter, how many items of a share are known, and a divisor by the CTAs; nothing if none is claimed."""
+        known = [maximum(2 * (end // ctas) // 3, 2) for _ in counters]
+        return *counters, *known, *(cute.FastDivmodDivisorV2(ctas) for _ in counters)
 
     def _grid(self, shared_out: tuple, sources: tuple, lengths: tuple) -> Grid:
         """``lengths`` are cu_seqlens and seqused of Q and of K, if sequences are packed."""
@@ -314,10 +234,51 @@ class QuantizeKernel:
             signs: cute.struct.Align[cute.struct.MemRange[Int32, c.head_dim // 2], 16]
             signs_v: cute.struct.Align[cute.struct.MemRange[Int32, c.head_dim_v // 2], 16]
             means: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, c.mean_floats], 16]
+            full: cute.struct.MemRange[cutlass.Int64, c.mails]
+            empty: cute.struct.MemRange[cutlass.Int64, c.mails]
+            mailbox: cute.struct.MemRange[Int32, c.mails]
             slots: cute.struct.Align[cute.struct.MemRange[Int32, c.staging_bytes // 4], 128]
             buffer: cute.struct.Align[cute.struct.MemRange[Int32, c.vt.size // 4], 128]
 
         return SharedStorage
+
+
+class ClaimingQuantizeKernel(QuantizeKernel):
+    """``QuantizeKernel`` whose CTAs claim their last items (``Claims``)."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mQ8: cute.Tensor,
+        mK8: cute.Tensor,
+        mVt8: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        signs: cute.Tensor,
+        signs_v: cute.Tensor,
+        mean_k: cute.Tensor,
+        mean_v: cute.Tensor,
+        counter: cute.Tensor,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch; ``compile_quantize`` says what the arguments are."""
+        c = self.config
+        batch, heads, kv_heads = mQ.shape[0], mQ.shape[2], mK.shape[2]
+        of_q, of_kv = ceil_div(mQ.shape[1], c.q.rows), ceil_div(mK.shape[1], c.k.rows)
+        tensors = (
+            (mQ, mK, mV),
+            (mQ8, mK8, mVt8),
+            (q_scale, k_scale, v_scale),
+            (signs, signs_v),
+            (mean_k, mean_v),
+        )
+        items = batch * heads * of_q, batch * kv_heads * of_kv
+        self._launch(tensors, items, (heads, of_q, kv_heads, of_kv), (), (counter,), num_ctas, stream)
 
 
 class PackedQuantizeKernel(QuantizeKernel):
@@ -361,4 +322,4 @@ class PackedQuantizeKernel(QuantizeKernel):
             (mean_k, mean_v),
         )
         lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-        self._launch(tensors, items, (heads, kv_heads), lengths, num_ctas, stream)
+        self._launch(tensors, items, (heads, kv_heads), lengths, (), num_ctas, stream)

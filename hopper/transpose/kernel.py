@@ -11,7 +11,7 @@ from cute_kernels.integers import ceil_div, divide
 from cute_kernels.invariant import LoopInvariant
 from hopper.forward.fp8.config import FP8_KEY_ORDER
 from hopper.quantize.config import BLOCK_STEP, CHUNK
-from hopper.quantize.kernel import PackedSide
+from hopper.quantize.grid import PackedSide
 from hopper.quantize.words import transpose_bytes, words_at
 from hopper.transpose.config import (
     CTAS_PER_SM,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hopper_attention.device_memory import work_memory
+from hopper_attention.device_memory import tile_counter, work_memory
 from hopper_attention.fp8_call import OUTPUTS, Constants, QuantizeAndAttend
 from hopper_attention.launch.at_once import Given, Step
 from hopper_attention.launch.quantize import Extras
@@ -30,7 +30,9 @@ class InRunsLauncher(QuantizeAndAttend):
         parts, (statistics, own, room, changes, notes) = pieces[:OUTPUTS], pieces[OUTPUTS:]
         means, of_runs, of_last, differences = self.runs.views(own, room)
         self.finder.fill(v, statistics, means, differences, changes)
-        self.quantizer.fill(parts, q, k, v, Extras(*constants.extras[:3], of_runs))
+        extras = Extras(*constants.extras[:3], of_runs)
+        counters = [tile_counter(self.device_index)] if self.quantizer.config.claims_items else []
+        self.quantizer.fill(parts, q, k, v, (*extras, *counters))
         out, lse = self.results(wants_lse, constants.no_lse)
         tensors, scales = (*parts[:3], out, lse), (*parts[3:], constants.ones)
         # What the run of the first keys has lost is added to the output.
@@ -45,8 +47,9 @@ class InRunsLauncher(QuantizeAndAttend):
         tensors, scales = (*parts[:3], out, lse), (*parts[3:], constants.ones)
         of_call = counter, scales, of_last, self.rows_q, scale, self.window, (differences, changes, notes)
         extras = Extras(*constants.extras[:3], of_runs)
+        counters = [counter] if self.quantizer.config.claims_items else []
         return [
             *self.finder.steps(v, statistics, means, differences, changes, keys=self.pieces[1].shape[1]),
-            Step(self.quantizer.kernel, (q, k, v, *parts, *extras, self.quantizer.num_ctas)),
+            Step(self.quantizer.kernel, (q, k, v, *parts, *extras, *counters, self.quantizer.num_ctas)),
             Step(self.attention.kernel, self.attention.arguments(tensors, *of_call)),
         ]

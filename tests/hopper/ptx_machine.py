@@ -1,9 +1,10 @@
 """Runs the PTX of a kernel on NumPy, so that its results can be tested to the bit without a GPU.
 
 It knows the instructions of the kernels it is used for and refuses any other. All threads of a CTA are vectors; those
-with the lowest program counter go first, which lets threads that parted meet again. CTAs run one after the other.
-Memory is unkind on purpose: an access outside of every buffer raises, shared memory starts as garbage, and what a
-``cp.async`` will bring is garbage until the wait for it.
+with the lowest program counter go first, which lets threads that parted meet again. CTAs run one after the other. A
+wait for an mbarrier is one step, which a thread does not leave before that is over. Memory is unkind on purpose: an
+access outside of every buffer raises, shared memory starts as garbage, and what a ``cp.async`` will bring is garbage
+until the wait for it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ LANES = 32
 GARBAGE = 0xCB
 WIDTHS = {"pred": np.bool_, "b16": np.uint16, "b32": np.uint32, "b64": np.uint64}
 REGISTERS = {"%p": np.bool_, "%rs": np.uint16, "%r": np.uint32, "%rd": np.uint64}
+LOOP_OF_WAIT = "bra.uni     LAB_WAIT;"
 BLOCK = re.compile(r"\{ (?:\.reg \.b32 ([\w, ]+); )(.*;) ?\}$")
 INSTRUCTION = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.]*)\s*(.*);$")
 
@@ -85,8 +87,11 @@ def split_operands(text: str) -> tuple[str, ...]:
 
 
 def lines_of(body: str) -> Iterator[str]:
-    """Its lines, those of a block in braces one by one, and names of registers that only the block has made others."""
+    """Its lines, those of a block in braces one by one, and names of registers that only the block has made others. The
+    loop around a wait for an mbarrier is left out."""
     for number, line in enumerate(map(str.strip, body.splitlines())):
+        if line == LOOP_OF_WAIT:
+            continue
         if block := BLOCK.match(line):
             own = re.compile(rf"(?<![\w%.])({'|'.join(split_operands(block[1]))})(?!\w)")
             for instruction in block[2].split(";")[:-1]:
@@ -129,6 +134,15 @@ def run(
 
 
 @dataclass
+class Barrier:
+    """An mbarrier: arrivals that complete a phase, those that are still to come, and phases that are complete."""
+
+    count: int
+    pending: int
+    phases: int = 0
+
+
+@dataclass
 class Cta:
     """Registers, shared memory and the unfinished copies of one CTA."""
 
@@ -140,6 +154,7 @@ class Cta:
     shared_bytes: np.ndarray
     by_warp: bool = False
     registers: dict[str, np.ndarray] = field(default_factory=dict)
+    barriers: dict[int, Barrier] = field(default_factory=dict)
     copies: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -147,6 +162,7 @@ class Cta:
         self.shared = Memory({0: self.shared_bytes})
         self.lanes = np.arange(threads, dtype=np.int64)
         self.everyone = np.ones(threads, bool)
+        self.blocked = np.zeros(threads, bool)
         self.specials = {
             "%tid.x": np.arange(threads, dtype=np.uint32),
             "%laneid": np.arange(threads, dtype=np.uint32) % LANES,
@@ -165,8 +181,12 @@ class Cta:
         targets = set(self.program.labels.values())
         with np.errstate(all="ignore"):
             while not done.all():
-                running = ~(waiting | done)
+                # Lanes that are ahead of a blocked one would meet it again before they exchange anything.
+                blocked = self.blocked.reshape(-1, LANES).any(1).repeat(LANES)
+                running = ~(waiting | done | blocked)
                 if not running.any():
+                    if self.blocked.any():
+                        raise RuntimeError("threads wait for an mbarrier that nobody completes")
                     waiting[:] = False
                     continue
                 if self.by_warp:
@@ -192,6 +212,11 @@ class Cta:
                     if kind == "bar":
                         counter[active] = at
                         waiting |= taken
+                        break
+                    if step.parts[:2] == ("mbarrier", "try_wait"):
+                        self.blocked |= taken & ~self._is_complete(step, taken)
+                        counter[active] = at
+                        counter[self.blocked & taken] -= 1
                         break
                     self._execute(step, taken)
                     if at in targets:
@@ -245,7 +270,14 @@ class Cta:
             self._mov(step, where)
         elif kind in ("shfl", "redux"):
             self._across(step, where)
-        elif kind != "griddepcontrol":  # there is no kernel before
+        elif kind == "mbarrier":
+            self._arrive(step, where)
+        elif kind == "atom":
+            self._add(step, where)
+        elif kind not in (
+            "griddepcontrol",
+            "fence",
+        ):  # there is no kernel before, and all see what one has written
             compute = COMPUTE.get(kind)
             if compute is None:
                 raise NotImplementedError(f"instruction {'.'.join(step.parts)}")
@@ -280,6 +312,46 @@ class Cta:
         else:
             values = [self._value(name, np.dtype(f"u{size}").type)[where] for name in names]
             memory.write(addresses, np.ascontiguousarray(np.stack(values, 1)).view(np.uint8))
+
+    def _is_complete(self, step: Instruction, where: np.ndarray) -> np.ndarray:
+        """Which of some threads need not wait any longer for the phase of an mbarrier that they name by its parity."""
+        (base, offset), result = self._address(step.operands[1]), np.zeros_like(where)
+        addresses, parities = self._value(base, np.uint32), self._value(step.operands[2], np.uint32)
+        for thread in np.flatnonzero(where):
+            phases = self.barriers[int(addresses[thread]) + offset].phases
+            result[thread] = phases % 2 != parities[thread]
+        return result
+
+    def _arrive(self, step: Instruction, where: np.ndarray) -> None:
+        """Make an mbarrier, or arrive at one, thread by thread."""
+        makes = step.parts[1] == "init"
+        assert makes or step.parts[1] == "arrive", step.parts
+        base, offset = self._address(step.operands[0 if makes else 1])
+        addresses, counts = self._value(base, np.uint32), self._value(step.operands[-1], np.uint32)
+        for thread in np.flatnonzero(where):
+            address, count = int(addresses[thread]) + offset, int(counts[thread])
+            if makes:
+                self.barriers[address] = Barrier(count, count)
+                continue
+            barrier = self.barriers[address]
+            barrier.pending -= count
+            assert barrier.pending >= 0, "more arrivals than an mbarrier has"
+            if barrier.pending == 0:
+                barrier.pending, barrier.phases = barrier.count, barrier.phases + 1
+                self.blocked[:] = False
+
+    def _add(self, step: Instruction, where: np.ndarray) -> None:
+        """Atomically, thread by thread, to a word of global memory."""
+        assert step.parts[1] == "global" and step.parts[-2:] == ("add", "u32"), step.parts
+        base, offset = self._address(step.operands[1])
+        addresses = (self._value(base, np.int64) + offset).astype(np.uint64)
+        added, before = self._value(step.operands[2], np.uint32), np.zeros(len(where), np.uint32)
+        for thread in np.flatnonzero(where):
+            word = self.memory.read(addresses[[thread]], 4)
+            before[thread] = word.view(np.uint32)[0, 0]
+            total = word.view(np.uint32) + added[thread]
+            self.memory.write(addresses[[thread]], total.view(np.uint8))
+        self._set(step.operands[0], before, where)
 
     def _copy(self, step: Instruction, where: np.ndarray) -> None:
         """cp.async of 16 bytes: read now, there only after the wait of the thread that issued it."""

@@ -97,7 +97,14 @@ def quantize_on_numpy(
         arguments.integer(bound)
     for divisor in (heads, of_q, kv_heads, of_kv):
         arguments.divisor(divisor)
+    ctas = min(ctas, bounds[2])
+    counter = np.zeros(0)
+    if config.claims_items:
+        counter = arguments.tensor(torch.zeros(2, dtype=torch.int32), ())
+        arguments.integer(max(2 * (bounds[2] // ctas) // 3, 2))
+        arguments.divisor(ctas)
     program = program_of(config)
     memory = ptx_machine.Memory(arguments.buffers)
-    ptx_machine.run(program, arguments.packed, min(ctas, bounds[2]), memory, config.smem_bytes, by_warp)
+    ptx_machine.run(program, arguments.packed, ctas, memory, config.smem_bytes, by_warp)
+    assert not counter.any()
     return data, [scale.view(np.int32) for scale in scales]

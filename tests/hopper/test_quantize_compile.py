@@ -22,10 +22,11 @@ from hopper.quantize.config import (
     default_block_sizes,
     hadamard_blocks,
     largest_codes,
+    shipped_long_quantize_configs,
     shipped_quantize_configs,
     validate_quantize_config,
 )
-from hopper.quantize.kernel import Grid
+from hopper.quantize.grid import Grid
 from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.quantization_rules import means_of, quantize_by_torch
 from hopper_attention.quantized import Means
@@ -115,22 +116,44 @@ def test_warps_that_run_ahead_change_nothing(config: QuantizeConfig) -> None:
         assert find_differences(config, draw(config, 1, (300, 500), (3, 1)), ctas, by_warp=True) == []
 
 
-@pytest.mark.parametrize(("blocks", "seqlen_k"), [(2, 223), (1, 64), (3, 300)])
-def test_runs_of_blocks_lose_a_mean_each(blocks: int, seqlen_k: int) -> None:
-    """Counted from the last block of V back."""
-    config = replace(D64, smooth_k=False, smooth_v=True, rotate_v=False, mean_blocks=blocks)
-    q, k, v = draw(config, 2, (70, seqlen_k), (2, 2))
+@pytest.mark.parametrize(
+    ("block_q", "blocks", "seqlen_k", "ctas", "by_warp"),
+    [
+        (128, 2, 223, 5, False),
+        (1, 1, 64, 5, False),
+        (128, 3, 300, 5, False),
+        (1, 2, 600, 1, True),
+        (128, 2, 600, 2, True),
+        (1, 1, 600, 3, False),
+    ],
+)
+def test_runs_of_blocks_lose_a_mean_each(
+    block_q: int, blocks: int, seqlen_k: int, ctas: int, by_warp: bool
+) -> None:
+    """Counted from the last block of V back. On NumPy a CTA begins when the one in front has ended, and that one has
+    claimed what others may: those that are late take what they know of, and each item is there once."""
+    config = replace(D64, block_q=block_q, smooth_v=True, mean_blocks=blocks)
+    assert config.claims_items
+    q, k, v = draw(config, 2, (330, seqlen_k), (2, 2))
     last = -(-seqlen_k // config.block_k) - 1
     run = (last - torch.arange(seqlen_k) // config.block_k) // blocks
     generator = torch.Generator().manual_seed(0)
     means = torch.randn(2, int(run.max()) + 1, 2, config.head_dim_v, generator=generator)
     nothing = torch.empty(0)
     given = Means(nothing, means.flatten(0, 1).contiguous())
-    (_, _, vt8), (_, _, scale) = quantize_on_numpy(config, q, k, v, 7, given, 5)
+    data, scales = quantize_on_numpy(config, q, k, v, 7, given, ctas, by_warp)
     c = Fp8Quantization(block_q=config.block_q, block_k=config.block_k, smooth_v=False, seed=7)
-    twin = quantize_by_torch(q, k, v.float() - means[:, run], c, Means(nothing, nothing))[2]
-    assert np.array_equal(vt8, twin.data.view(torch.uint8).numpy().reshape(-1))
-    assert np.array_equal(scale, twin.scale.view(torch.int32).numpy().reshape(-1))
+    twins = quantize_by_torch(q, k, v.float() - means[:, run], c, Means(nothing, nothing))
+    for codes, scale, twin in zip(data, scales, twins, strict=True):
+        assert np.array_equal(codes, twin.data.view(torch.uint8).numpy().reshape(-1))
+        assert np.array_equal(scale, twin.scale.view(torch.int32).numpy().reshape(-1))
+
+
+def test_which_kernels_claim_items() -> None:
+    """Those for means of runs, where an SM has several CTAs."""
+    claiming = {c.head_dim for c in shipped_long_quantize_configs() if c.claims_items}
+    assert claiming == {64, 96, 128}
+    assert not any(c.claims_items for c in shipped_quantize_configs())
 
 
 def test_each_row_of_q_has_a_scale() -> None:
@@ -397,3 +420,29 @@ def test_each_item_has_one_cta_and_none_begins_with_v(
             item = item + ctas if item + ctas < end else cta
     assert sorted(done) == list(range(end))
     assert not (v_is_late and any(begun_with_v))
+
+
+class Divisor:
+    """What a kernel divides by."""
+
+    def __init__(self, divisor: int) -> None:
+        self.divisor = divisor
+
+    def __rdivmod__(self, x: int) -> tuple[int, int]:
+        return divmod(int(x), self.divisor)
+
+
+@pytest.mark.parametrize("v_is_late", [False, True])
+@pytest.mark.parametrize(
+    ("of_q", "of_kv", "ctas"), [(204, 204, 26), (96, 12, 264), (5, 70, 26), (1, 1, 2), (77, 30, 9)]
+)
+def test_claimed_items_are_those_of_the_shares(of_q: int, of_kv: int, ctas: int, v_is_late: bool) -> None:
+    grid = Grid(of_q, of_q + of_kv, end := of_q + 2 * of_kv, (), (), v_is_late)
+    ctas, rows = min(ctas, end), []
+    for cta in range(ctas):
+        left, item = grid.share(cta, ctas)
+        for row in range(left):
+            rows.append((row, cta, item))
+            item = item + ctas if item + ctas < end else cta
+    in_order = [item for _, _, item in sorted(rows)]
+    assert [int(grid.at(position, Divisor(ctas))) for position in range(end + 3)] == [*in_order, *[end] * 3]

@@ -266,7 +266,8 @@ class QuantizeLauncher(Launcher):
     def fill(
         self, outputs: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, extras: tuple[Any, ...]
     ) -> None:
-        """Queue the kernel on ``Outputs``, on tensors that are ``addressable``, and on ``Extras``."""
+        """Queue the kernel on ``Outputs``, on tensors that are ``addressable``, and on ``Extras``, behind which comes a
+        tile counter where the config ``claims_items``."""
         self.kernel(q, k, v, *outputs, *extras, self.num_ctas)
 
 
