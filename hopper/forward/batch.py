@@ -64,8 +64,8 @@ class DenseBatch(LoopInvariant):
     def divisors(
         self, mQ: cute.Tensor, mK: cute.Tensor, sections: Sections
     ) -> tuple[TileDivisors | ShortTiles, ...]:
-        """Of ``order``, for the views of Q and K, and its ``ShortTiles`` if it has them; none where scales of e4m3
-        leave no registers for them."""
+        """Of ``order``, for the views of Q and K, and its ``ShortTiles`` if it has them; none where there are no
+        registers for them."""
         if not self.config.has_divisors:
             return ()
         sizes = mQ.shape[0], mQ.shape[2], mQ.shape[3]

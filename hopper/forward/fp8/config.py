@@ -198,7 +198,8 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def has_divisors(self) -> bool:
-        return self._has_short_ends
+        """Each maximum of a causal tile that is staged leaves no registers for them."""
+        return self._has_short_ends or not (self.causal and self.softmax is Softmax.EAGER)
 
     @property
     def finalizes_early(self) -> bool:
