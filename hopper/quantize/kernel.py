@@ -28,7 +28,7 @@ class QuantizeKernel:
     The grid is persistent, and a CTA takes whole blocks. Each thread copies its part of the next item to where in
     shared memory only it reads (``Cta.slots``), while it works on the current one in registers: no barrier and no
     register waits for memory. One barrier an item joins the maxima, a second one precedes the transpose of V. Rows of Q
-    with a scale each need no barrier (``RowScaledOperand``).
+    with a scale each need no barrier (``RowScaledOperand``). ``hopper.quantize.grid`` says which item comes next.
 
     A row lies across a few lanes (``BlockTiling``), so most butterflies of a rotation stay within a thread.
 
@@ -61,9 +61,6 @@ class QuantizeKernel:
         stream,
     ):
         """Launch; ``compile_quantize`` says what the arguments are."""
-        c = self.config
-        batch, heads, kv_heads = mQ.shape[0], mQ.shape[2], mK.shape[2]
-        of_q, of_kv = ceil_div(mQ.shape[1], c.q.rows), ceil_div(mK.shape[1], c.k.rows)
         tensors = (
             (mQ, mK, mV),
             (mQ8, mK8, mVt8),
@@ -71,8 +68,16 @@ class QuantizeKernel:
             (signs, signs_v),
             (mean_k, mean_v),
         )
+        self._launch_dense(tensors, (), num_ctas, stream)
+
+    @cute.jit
+    def _launch_dense(self, tensors: tuple, counters: tuple, num_ctas: Int32, stream):
+        """``_launch`` for sequences of one length."""
+        (mQ, mK, _), c = tensors[0], self.config
+        batch, heads, kv_heads = mQ.shape[0], mQ.shape[2], mK.shape[2]
+        of_q, of_kv = ceil_div(mQ.shape[1], c.q.rows), ceil_div(mK.shape[1], c.k.rows)
         items = batch * heads * of_q, batch * kv_heads * of_kv
-        self._launch(tensors, items, (heads, of_q, kv_heads, of_kv), (), (), num_ctas, stream)
+        self._launch(tensors, items, (heads, of_q, kv_heads, of_kv), (), counters, num_ctas, stream)
 
     @cute.jit
     def _launch(
@@ -267,9 +272,6 @@ class ClaimingQuantizeKernel(QuantizeKernel):
         stream,
     ):
         """Launch; ``compile_quantize`` says what the arguments are."""
-        c = self.config
-        batch, heads, kv_heads = mQ.shape[0], mQ.shape[2], mK.shape[2]
-        of_q, of_kv = ceil_div(mQ.shape[1], c.q.rows), ceil_div(mK.shape[1], c.k.rows)
         tensors = (
             (mQ, mK, mV),
             (mQ8, mK8, mVt8),
@@ -277,8 +279,7 @@ class ClaimingQuantizeKernel(QuantizeKernel):
             (signs, signs_v),
             (mean_k, mean_v),
         )
-        items = batch * heads * of_q, batch * kv_heads * of_kv
-        self._launch(tensors, items, (heads, of_q, kv_heads, of_kv), (), (counter,), num_ctas, stream)
+        self._launch_dense(tensors, (counter,), num_ctas, stream)
 
 
 class PackedQuantizeKernel(QuantizeKernel):
