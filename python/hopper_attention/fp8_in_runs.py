@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hopper_attention.device_memory import tile_counter, work_memory
+from hopper_attention import device_memory
 from hopper_attention.fp8_call import OUTPUTS, Constants, QuantizeAndAttend
 from hopper_attention.launch.at_once import Given, Step
 from hopper_attention.launch.quantize import Extras
@@ -26,12 +26,14 @@ class InRunsLauncher(QuantizeAndAttend):
     def launch(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, wants_lse: bool, constants: Constants
     ) -> tuple[Tensor, Tensor]:
-        pieces = work_memory(q.device, self.device_index, self.pieces).tensors
+        pieces = device_memory.work_memory(q.device, self.device_index, self.pieces).tensors
         parts, (statistics, own, room, changes, notes) = pieces[:OUTPUTS], pieces[OUTPUTS:]
         means, of_runs, of_last, differences = self.runs.views(own, room)
         self.finder.fill(v, statistics, means, differences, changes)
         extras = Extras(*constants.extras[:3], of_runs)
-        counters = [tile_counter(self.device_index)] if self.quantizer.config.claims_items else []
+        counters = (
+            [device_memory.tile_counter(self.device_index)] if self.quantizer.config.claims_items else []
+        )
         self.quantizer.fill(parts, q, k, v, (*extras, *counters))
         out, lse = self.results(wants_lse, constants.no_lse)
         tensors, scales = (*parts[:3], out, lse), (*parts[3:], constants.ones)

@@ -70,7 +70,8 @@ def test_each_part_of_a_run_loses_its_mean(seen: Seen) -> None:
     assert statistics.shape == (2, 1, 10, 2, HEAD_DIM) and means.shape == (1, 10, 2, HEAD_DIM)
     assert differences.shape == (1, 3, 2, 8 * HEAD_DIM) and differences.dtype == torch.int32
     assert changes.shape == (1, 2, MOST_PARTS)
-    lost = seen[2][-2]
+    lost, counter, _ = seen[2][-3:]
+    assert counter.shape == (2,) and counter.dtype == torch.int32
     assert lost.shape == (10, 2, HEAD_DIM) and lost.data_ptr() == means.data_ptr()
     *_, of_last, _, _, _, given, same_changes, notes, ctas = seen[3]
     assert of_last.shape == (1, 2, HEAD_DIM) and of_last.data_ptr() == means[:, -1].data_ptr()
@@ -123,7 +124,7 @@ def test_a_call_like_an_earlier_one_launches_the_same(
     first, again = calls[0], calls[-1]
     assert [list(map(facts_of, x)) for x in first] == [list(map(facts_of, x)) for x in again]
     if not options:
-        (_, _, statistics, *_), (_, _, same, means, *others), (*_, lost, _), attention = again
+        (_, _, statistics, *_), (_, _, same, means, *others), (*_, lost, _, _), attention = again
         *_, of_last, _, _, _, given, same_changes, notes, _ = attention
         differences, changes, *_ = others
         assert same is statistics and same_changes is changes and given.data_ptr() == differences.data_ptr()
