@@ -35,6 +35,17 @@ def test_others_have_no_short_ends() -> None:
         assert not config.o_from_registers and not config.finalizes_early
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_where_there_are_registers_for_divisors(causal: bool) -> None:
+    """Of parts, where V comes transposed: everywhere but where a causal kernel takes each maximum."""
+    short, long = (
+        select_fp8_forward_config(256, 256, causal, "bfloat16", keys, half_scores=True)
+        for keys in (512, 8192)
+    )
+    assert short.softmax is Softmax.EAGER and not short.o_shares_rows and short.has_divisors is not causal
+    assert long.softmax is Softmax.HALF_SCORES and long.has_divisors
+
+
 def test_up_to_how_many_queries_the_kernel_transposes() -> None:
     """More where no heads share K and V."""
     assert transposes_v(256, 256, True, 1280, True, 1) and not transposes_v(256, 256, True, 1281, True, 1)

@@ -198,7 +198,8 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def has_divisors(self) -> bool:
-        """Each maximum of a causal tile that is staged leaves no registers for them."""
+        """Whether there are registers for them: kernels that take each maximum, under a causal mask, and stage O have
+        none left."""
         return self._has_short_ends or not (self.causal and self.softmax is Softmax.EAGER)
 
     @property
