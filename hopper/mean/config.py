@@ -196,8 +196,12 @@ def halvings(keys: Any, number: Callable[[Any], Any] = int) -> Any:
 
 def halvings_of_run(run: Any, keys: Any, number: Callable[[Any], Any] = int) -> Any:
     """The same of a run of so many keys, of ``keys`` in all."""
-    often = number(keys <= MOST_QUARTERED_IN_RUNS) + number(keys <= MOST_HALVED_IN_RUNS)
-    return number(run >= FEWEST_SAMPLED) * often
+    return number(run >= FEWEST_SAMPLED) * halvings_in_runs(keys, number)
+
+
+def halvings_in_runs(keys: Any, number: Callable[[Any], Any] = int) -> Any:
+    """The same of any run that is not a short one."""
+    return number(keys <= MOST_QUARTERED_IN_RUNS) + number(keys <= MOST_HALVED_IN_RUNS)
 
 
 def sample_size(length: Any, often: Any = LOG_RUNS) -> Any:

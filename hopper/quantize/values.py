@@ -17,12 +17,16 @@ from cute_kernels.fast_math import (
 )
 from cute_kernels.integers import ceil_div, minimum
 from hopper.forward.fp8.config import FP8_KEY_ORDER
+from hopper.mean.config import halvings_in_runs
 from hopper.quantize.config import (
     BLOCK_STEP,
     CARRY_KEYS,
     CHUNK,
     FEEDBACK,
     MOST_SHIFT,
+    PAID,
+    PAID_MORE,
+    PAYING_KEYS,
     RUNS_OF_PATCH,
     RunTiling,
 )
@@ -46,8 +50,9 @@ class TransposedOperand(Operand):
     """V. ``data`` is (batch, heads, head_dim, keys), keys a multiple of 32, each 32 in the order FP8_KEY_ORDER.
 
     Rows over their scale go to ``buffer`` in shared memory, in float16. From there a thread takes two columns of a run
-    of 32 keys, rounds them key by key, carrying their errors on, and stores them.
-    ``hopper_attention.quantization_rules.round_runs`` has the rule and its reasons.
+    of 32 keys, rounds them key by key, carrying their errors on, and stores them. Where runs of blocks have means an
+    attention kernel adds up many keys, and values pay for what its sums lose.
+    ``hopper_attention.quantization_rules.round_runs`` has the rules and their reasons.
     """
 
     buffer: cute.Tensor
@@ -141,12 +146,17 @@ class TransposedOperand(Operand):
         codes = cute.make_rmem_tensor((CODES_OF_STORE // CODES_OF_WORD, stores, 2), Int32)
         # In registers: these instructions take no constants.
         feedback, most_shift = (pin(Int32(halves_of(x)), Int32) for x in (FEEDBACK, MOST_SHIFT))
+        paid = self._paid()
         is_open = Boolean(True)
         while is_open:
-            carry, pairs = pin(Int32(0), Int32), []
+            carry, pairs, owed = pin(Int32(0), Int32), [], Int32(0)
             for key in cutlass.range_constexpr(CARRY_KEYS):
                 x = self._buffered(self.transposed.offset(run, key, column), 1)[0]
-                code, carry = round_and_carry(x, carry, feedback, most_shift)
+                bound = multiply_halves(magnitude_of_halves(x), most_shift)
+                if const_expr(self.mean_blocks > 0 and key == 0):
+                    owed = multiply_halves(bound, paid)
+                pays = const_expr(self.mean_blocks > 0 and key % PAYING_KEYS == 1)
+                code, carry = round_and_carry(x, carry, feedback, bound, (owed,) if pays else ())
                 pairs.append(code)
             for word in cutlass.range_constexpr(CARRY_KEYS // CODES_OF_WORD):
                 a, b, c, d = (pairs[key] for key in FP8_KEY_ORDER[4 * word : 4 * word + 4])
@@ -158,10 +168,19 @@ class TransposedOperand(Operand):
             most_shift = remaining
         return codes
 
+    def _paid(self) -> Int32:
+        """What a value pays of the first one of its run, over MOST_SHIFT. Equal steps up to 2 are so as bits, too."""
+        least, step = halves_of(PAID / MOST_SHIFT), halves_of((PAID + PAID_MORE) / MOST_SHIFT)
+        return least + (step - least) * halvings_in_runs(Int32(self.source.shape[1]), Int32)
 
-def round_and_carry(x: Int32, carry: Int32, feedback: Int32, most_shift: Int32) -> tuple[Int16, Int32]:
+
+def round_and_carry(
+    x: Int32, carry: Int32, feedback: Int32, bound: Int32, owed: tuple[Int32, ...] = ()
+) -> tuple[Int16, Int32]:
     """(two values x in e4m3, the carry behind them). All are float16 in words: ``carry`` is what x is shifted by, but
-    for a bound, the share ``most_shift`` of x; ``feedback`` is the share of its error that comes to the next one."""
-    shift = limit_halves(carry, multiply_halves(magnitude_of_halves(x), most_shift))
-    code = pack_e4m3_of_float16(add_halves(x, shift))
+    for the ``bound``; ``feedback`` is the share of its error that comes to the next one. With ``owed`` the magnitude of
+    the code should have been larger by that, or twice as large if it is less."""
+    code = pack_e4m3_of_float16(add_halves(x, limit_halves(carry, bound)))
+    for most in owed:
+        x = add_halves(x, limit_halves(x, most))
     return code, multiply_add_halves(subtract_halves(x, widen_codes(code)), feedback, carry)

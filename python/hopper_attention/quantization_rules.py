@@ -54,6 +54,7 @@ from hopper.mean.config import (
     STEP_EXPONENT,
     groups_of,
     halvings,
+    halvings_in_runs,
     halvings_of_run,
     run_of,
     sample_size,
@@ -68,6 +69,9 @@ from hopper.quantize.config import (
     MOST_FIT,
     MOST_OF_ELEMENT,
     MOST_SHIFT,
+    PAID,
+    PAID_MORE,
+    PAYING_KEYS,
     RECIPROCAL,
     keeps_lengths,
     largest_codes,
@@ -148,13 +152,13 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).masked_fill(~torch.isfinite(x), math.nan).to(E4M3)
 
 
-def round_values(x: torch.Tensor) -> torch.Tensor:
+def round_values(x: torch.Tensor, pay: float = 0.0) -> torch.Tensor:
     """Values x (b, s, h, d) over their scale in e4m3, by :func:`round_runs` of each CARRY_KEYS keys."""
     runs = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CARRY_KEYS)).unflatten(1, (-1, CARRY_KEYS))
-    return round_runs(runs.flatten(0, 1)).view(*runs.shape).flatten(1, 2)[:, : x.shape[1]]
+    return round_runs(runs.flatten(0, 1), pay).view(*runs.shape).flatten(1, 2)[:, : x.shape[1]]
 
 
-def round_runs(runs: torch.Tensor) -> torch.Tensor:
+def round_runs(runs: torch.Tensor, pay: float = 0.0) -> torch.Tensor:
     """Runs of keys (runs, CARRY_KEYS, h, d) in e4m3, rounded such that the errors of each column cancel.
 
     FEEDBACK times the sum of the errors so far is added to a value before it is rounded, but no more than MOST_SHIFT of
@@ -163,17 +167,32 @@ def round_runs(runs: torch.Tensor) -> torch.Tensor:
     single values grow by some percent. Where a column has NaN or infinity in a run, its values there are rounded by
     themselves.
 
+    Where the kernel adds up P V of thousands of keys, codes ``pay`` for what is cut off of their products. FP8 WGMMA
+    cuts products off towards zero, by half of a unit of the sum whatever the product is. If a column's values lie
+    evenly about 0 that cancels; but of skewed ones, less their mean, more lie on one side, and the sum is wrong by
+    that. A unit over P is some 1/64 of a value's usual size where 8192 keys have like probabilities, and less of fewer
+    keys. So a code counts as too small by half of it: by ``pay`` of that size in one key of PAYING_KEYS, as signs
+    cancel or do not in a sample too. For the usual size stands that of the first value of the run, an estimate without
+    a bias. No value pays more than itself.
+
     All in float16, whose numbers have the digits that decide how e4m3 rounds.
     """
     x = runs.half()
     bounds = torch.where(x.isfinite().all(1, keepdim=True), MOST_SHIFT, 0.0).half() * x.abs().nan_to_num()
     codes, carry = [], torch.zeros_like(x[:, 0])
-    for values, bound in zip(x.unbind(1), bounds.unbind(1), strict=True):
+    for key, (values, bound) in enumerate(zip(x.unbind(1), bounds.unbind(1), strict=True)):
         shift = torch.minimum(carry.abs().nan_to_num(math.inf), bound).copysign(carry.nan_to_num())
         codes.append(to_e4m3((values + shift).float()))
+        if pay and key % PAYING_KEYS == 1:
+            values = values + torch.minimum(values.abs(), pay / MOST_SHIFT * bounds[:, 0]).copysign(values)
         # In float32 the product is exact, and so nearly always the sum.
         carry = (carry.float() + FEEDBACK * (values - codes[-1].half()).float()).half()
     return torch.stack([code.view(torch.uint8) for code in codes], 1).view(E4M3)
+
+
+def paid_by_values(keys: int) -> float:
+    """What :func:`round_runs` takes for values that lose means of runs. A mean of fewer keys leaves larger sums."""
+    return PAID + PAID_MORE * halvings_in_runs(keys)
 
 
 def rounding_of_keys(head_dim: int, largest: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -546,9 +565,14 @@ def _fitted(x: torch.Tensor, quantized: QuantizedTensor) -> QuantizedTensor:
 
 
 def quantize_by_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, quantization: Fp8Quantization, means: Means
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    quantization: Fp8Quantization,
+    means: Means,
+    pay: float = 0.0,
 ) -> tuple[QuantizedTensor, QuantizedTensor, TransposedV]:
-    """The twin of the fused kernel, for every device and option."""
+    """The twin of the fused kernel, for every device and option. ``pay`` is what :func:`round_runs` takes for V."""
     c, kv_heads = quantization, k.shape[2]
     block_k = c.keys_per_block(k.shape[3], v.shape[3], k.shape[1])
     k, v = (
@@ -557,7 +581,8 @@ def quantize_by_torch(
     q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
     final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
-    rows = _quantize(v32, c.granularity, block_k, kv_heads, final, rounded=round_values)
+    rounded = partial(round_values, pay=pay)
+    rows = _quantize(v32, c.granularity, block_k, kv_heads, final, rounded=rounded)
     largest_q, largest_k = largest_codes(q.shape[3], c.scales_rows)
     quantized_q = _quantize(q32, c.granularity, c.block_q, kv_heads, largest=largest_q)
     return (

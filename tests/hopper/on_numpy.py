@@ -338,7 +338,7 @@ def fp8_forward_on_numpy(
     mean_v = parts.mean_v if adds_mean(parts) else torch.empty(*v.scale.shape[:2], 0)
     for scale in (q.scale, k.scale, *v_scales[:: -1 if v.scale.shape[2] == 1 else 1], mean_v):
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
-    (arguments.divisors if c.has_short_beginnings else arguments.add)(min(q.block, ALL_ROWS))
+    (arguments.divisors if c.has_block_divisor else arguments.add)(min(q.block, ALL_ROWS))
     arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
     if c.run_blocks:
         means, changes = runs or (mean_v[:, :0, None], torch.zeros(len(mean_v), 0, 4, dtype=torch.int32))

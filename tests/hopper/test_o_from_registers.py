@@ -9,7 +9,11 @@ import torch
 
 from hopper.config import TWO_CONSUMERS
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
-from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v
+from hopper.forward.fp8.tilings import (
+    select_fp8_forward_config,
+    shipped_long_fp8_forward_configs,
+    transposes_v,
+)
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 from tests.hopper.test_lagging_softmax import LATE
@@ -44,6 +48,16 @@ def test_where_there_are_registers_for_divisors(causal: bool) -> None:
     )
     assert short.softmax is Softmax.EAGER and not short.o_shares_rows and short.has_divisors is not causal
     assert long.softmax is Softmax.HALF_SCORES and long.has_divisors
+
+
+def test_which_kernels_with_runs_are_quick_between_tiles() -> None:
+    """Where tiles are shortest. Without runs none are, unless they take V in rows."""
+    kernels = shipped_long_fp8_forward_configs()
+    quick = {(c.head_dim, c.causal) for c in kernels if c.finalizes_early and c.has_block_divisor}
+    assert quick == {(64, True)}
+    others = [c for c in kernels if (c.head_dim, c.causal) != (64, True)]
+    without_runs = [replace(c, run_blocks=0) for c in kernels]
+    assert not any(c.finalizes_early or c.has_block_divisor for c in (*others, *without_runs))
 
 
 def test_up_to_how_many_queries_the_kernel_transposes() -> None:

@@ -28,7 +28,7 @@ from hopper.quantize.config import (
 )
 from hopper.quantize.grid import Grid
 from hopper_attention.quantization import Fp8Quantization
-from hopper_attention.quantization_rules import means_of, quantize_by_torch
+from hopper_attention.quantization_rules import means_of, paid_by_values, quantize_by_torch
 from hopper_attention.quantized import Means
 from tests.compile_pool import usage_of_each
 from tests.hopper.floats import to_e4m3
@@ -143,7 +143,8 @@ def test_runs_of_blocks_lose_a_mean_each(
     given = Means(nothing, means.flatten(0, 1).contiguous())
     data, scales = quantize_on_numpy(config, q, k, v, 7, given, ctas, by_warp)
     c = Fp8Quantization(block_q=config.block_q, block_k=config.block_k, smooth_v=False, seed=7)
-    twins = quantize_by_torch(q, k, v.float() - means[:, run], c, Means(nothing, nothing))
+    paid = paid_by_values(seqlen_k)
+    twins = quantize_by_torch(q, k, v.float() - means[:, run], c, Means(nothing, nothing), paid)
     for codes, scale, twin in zip(data, scales, twins, strict=True):
         assert np.array_equal(codes, twin.data.view(torch.uint8).numpy().reshape(-1))
         assert np.array_equal(scale, twin.scale.view(torch.int32).numpy().reshape(-1))

@@ -10,6 +10,7 @@ import torch
 from hopper.forward.fp8.tilings import select_fp8_forward_config
 from hopper_attention.launch.fp8 import EmulationLaunch
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv, restore_values
+from hopper_attention.quantization_rules import paid_by_values, round_values
 from hopper_attention.reference import attention_naive
 from tests.hopper import wgmma_steps
 from tests.hopper.fp8_sums import add_as_the_tensor_cores, wgmma_product
@@ -61,6 +62,41 @@ def test_truncated_sums_are_as_exact_as_others_by_default(family: str, keys: int
     found = wgmma_product(rounded, codes.T.contiguous()).double() / weights + mean
     like = rounded.double() @ codes.double() / weights + mean
     assert relative(found, exact) < 1.5 * relative(like, exact)
+
+
+SKEWED = {
+    "lognormal": (torch.exp, 0.7),
+    "squares": (torch.square, 1.1),
+    "one of ten": (lambda v: 5.0 * (v > 1.28) + 0.3 * v, 0.5),
+}
+"""Kinds of values, and what is left of their bias at most."""
+
+
+@pytest.mark.parametrize("kind", SKEWED)
+def test_skewed_values_pay_for_what_is_cut_off_of_their_sum(kind: str) -> None:
+    """8192 keys with the probabilities of normal scores, whose products are cut off on one side more often than on the
+    other."""
+    draw, left = SKEWED[kind]
+    generator = torch.Generator().manual_seed(0)
+    v = draw(torch.randn(8192, 64, generator=generator))
+    v = v - v.mean(0)
+    over_scale = v / 2.0 ** (v.abs().amax() / 448).log2().ceil()
+    p = (3 * torch.randn(8, 8192, generator=generator).exp()).to(torch.float8_e4m3fn)
+    exact = p.double() @ over_scale.double()
+    biases = []
+    for pay in (0.0, paid_by_values(65536)):
+        codes = round_values(over_scale[None, :, None], pay)[0, :, 0]
+        biases.append((wgmma_product(p, codes.T.contiguous()).double() - exact).mean().item())
+    assert biases[0] > 0 and abs(biases[1]) < left * biases[0]
+
+
+@pytest.mark.parametrize("keys", [8192, 16384, 65536])
+def test_what_values_pay_is_little(keys: int) -> None:
+    """Those that lie evenly about 0 have nearly the errors that they had, one by one and in sums."""
+    v = 64 * torch.randn(1, 8192, 1, 64, generator=torch.Generator().manual_seed(1))
+    plain, paid = (round_values(v, share).float() - v for share in (0.0, paid_by_values(keys)))
+    sums = [error.unflatten(1, (-1, 32)).sum(2).square().mean().sqrt() for error in (plain, paid)]
+    assert paid.square().mean() < 1.01 * plain.square().mean() and sums[1] < 1.15 * sums[0]
 
 
 def quantize_by_rules(v: torch.Tensor) -> QuantizedQKV:

@@ -189,6 +189,18 @@ class Fp8ForwardConfig(ForwardConfig):
         return self.o_from_registers and self.causal
 
     @property
+    def has_block_divisor(self) -> bool:
+        """Whether the block of Q's scale is found without a division."""
+        return self.has_short_beginnings or self._gains_in_runs
+
+    @property
+    def _gains_in_runs(self) -> bool:
+        """Whether a kernel with runs gains by what is short between two tiles of it. At head_dim 64 tiles are shortest,
+        and causal ones most of all. Others take as long either way, or up to 1.5 % longer, as ptxas then orders their
+        inner loop (`fp8_paid_sums.json`)."""
+        return self.run_blocks > 0 and self.causal and self.head_dim == 64
+
+    @property
     def first_widths(self) -> tuple[int, ...]:
         """Also where two warpgroups visit the same blocks: of a diagonal one the first sees half. Lowered queries leave
         no registers for it."""
@@ -204,7 +216,7 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def finalizes_early(self) -> bool:
-        return self._has_short_ends
+        return self._has_short_ends or self._gains_in_runs
 
     @property
     def starts_early(self) -> bool:

@@ -36,6 +36,9 @@ class Fp8ForwardKernel(ForwardKernel):
             source, batch = TransposingRows if config.v_rows else TransposedTma, DenseBatch
         super().__init__(config, KernelParts(BlockScaled(config), source(config), batch(config)))
 
+    def _divisor(self, block_q: Int32) -> Int32 | cute.FastDivmodDivisorV2:
+        return cute.FastDivmodDivisorV2(block_q) if self.config.has_block_divisor else block_q
+
     @cute.jit
     def __call__(
         self,
@@ -58,8 +61,7 @@ class Fp8ForwardKernel(ForwardKernel):
     ):
         """Launch. mQ, mK, mO are (batch, seqlen, heads, head_dim), mV (batch, kv_heads, head_dim_v, keys) or with
         ``v_rows`` (batch, keys, kv_heads, head_dim_v); the rest are those of ``BlockScales``."""
-        if const_expr(self.config.has_short_beginnings):
-            block_q = cute.FastDivmodDivisorV2(block_q)
+        block_q = self._divisor(block_q)
         extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k)
         tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
@@ -92,7 +94,7 @@ class LongFp8ForwardKernel(Fp8ForwardKernel):
         stream,
     ):
         """Launch; what is new are the tensors of ``MeansOfRuns``."""
-        runs = Runs(differences, changes, notes)
+        block_q, runs = self._divisor(block_q), Runs(differences, changes, notes)
         extras = (q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k, (runs,))
         tensors, options = PerOperand(mQ, mK, mV, mO), LaunchOptions(extras)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
