@@ -19,10 +19,8 @@ FEWEST_SAMPLED, MOST_SAMPLED = 512, 16384
 """Of so many keys the mean is that of a quarter: of fewer there would be few left, and of more it would have to be
 closer."""
 
-MOST_QUARTERED_IN_RUNS, MOST_HALVED_IN_RUNS = 8192, 16384
-"""Means of runs are those of a quarter up to the first of these numbers of keys in all, and of half up to the second.
-Of more keys a quarter leaves means that differ by less than it can tell, which lognormal values on a slope do not bear:
-1.6 times the error of two levels at 16384 keys."""
+MOST_SAMPLED_IN_RUNS = 16384
+"""Means of runs are those of a quarter up to so many keys in all."""
 
 RUN, LOG_RUNS = 8, 2
 """Keys that are looked at one behind the other, and how often the keys are halved where that is a quarter of them."""
@@ -201,7 +199,7 @@ def halvings_of_run(run: Any, keys: Any, number: Callable[[Any], Any] = int) -> 
 
 def halvings_in_runs(keys: Any, number: Callable[[Any], Any] = int) -> Any:
     """The same of any run that is not a short one."""
-    return number(keys <= MOST_QUARTERED_IN_RUNS) + number(keys <= MOST_HALVED_IN_RUNS)
+    return LOG_RUNS * number(keys <= MOST_SAMPLED_IN_RUNS)
 
 
 def sample_size(length: Any, often: Any = LOG_RUNS) -> Any:
