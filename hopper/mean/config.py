@@ -78,7 +78,9 @@ ENOUGH_CTAS = 256
 """With so many CTAs every SM has some, and room for the quantizer beside them."""
 
 ENOUGH_PAIRED_CTAS_OF_RUNS = 150
-"""So many are enough where two share the keys of a run: with eight they come in two waves, and each has few keys."""
+"""So many are enough where two share the keys of a run, unless it is sampled: with eight they come in two waves, and
+each has few keys. Fewer still where it is sampled, since CTAs of the quantizer find room sooner (`fp8_paid_sums.json`).
+"""
 
 MAX_CTAS = 2**31 - 1
 
@@ -151,16 +153,22 @@ class RunMeansConfig:
 
 
 def select_value_mean_config(
-    dtype: str, sequences: int, kv_heads: int, head_dim_v: int, layout: str = DENSE, of_runs: bool = False
+    dtype: str, sequences: int, kv_heads: int, head_dim_v: int, layout: str = DENSE, keys_of_runs: int = 0
 ) -> ValueMeanConfig:
-    """The config for so many sequences, or runs: the fewest CTAs for some columns of a head that keep a GPU busy."""
+    """The config for so many sequences, or runs of ``keys_of_runs`` keys in all: the fewest CTAs for some columns of a
+    head that keep a GPU busy. Of runs whose keys are sampled two are enough."""
     alone = count_mean_ctas(sequences, kv_heads, head_dim_v, 1)
-    of_pairs = ENOUGH_PAIRED_CTAS_OF_RUNS if of_runs else ENOUGH_CTAS
-    enough = {cluster: of_pairs if cluster == 2 else ENOUGH_CTAS for cluster in CLUSTERS}
+    enough = dict.fromkeys(CLUSTERS, ENOUGH_CTAS) | {2: _enough_paired_ctas(keys_of_runs)}
     cluster = next((cluster for cluster in CLUSTERS if alone * cluster >= enough[cluster]), CLUSTERS[-1])
-    config = ValueMeanConfig(dtype, cluster, layout, of_runs)
+    config = ValueMeanConfig(dtype, cluster, layout, of_runs=keys_of_runs > 0)
     validate_value_mean_config(config)
     return config
+
+
+def _enough_paired_ctas(keys_of_runs: int) -> int:
+    if not keys_of_runs:
+        return ENOUGH_CTAS
+    return 1 if halvings_in_runs(keys_of_runs) else ENOUGH_PAIRED_CTAS_OF_RUNS
 
 
 def validate_value_mean_config(config: ValueMeanConfig) -> None:

@@ -86,10 +86,11 @@ def test_runs_without_a_mean_each(seqlens: tuple[int, int], blocks: int, causal:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("blocks", [4, 8])
 def test_where_ends_are_found_early(blocks: int, causal: bool) -> None:
-    """Which they are beyond head_dim 64."""
+    """Which they are at head_dim 128 under a causal mask, and at 256."""
     config = replace(config_of(causal, blocks=blocks), head_dim=2 * DIM, head_dim_v=2 * DIM)
     validate_forward_config(config)
-    assert config.finds_ends_early and not config_of(causal, blocks=blocks).finds_ends_early
+    assert config.finds_ends_early is causal and not config_of(causal, blocks=blocks).finds_ends_early
+    assert replace(config, head_dim=4 * DIM).finds_ends_early
     assert_means_come_back(config, (3 * TILE + 7, 13 * TILE + 13))
 
 

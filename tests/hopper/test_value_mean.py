@@ -286,7 +286,9 @@ def test_configs() -> None:
         assert config == ValueMeanConfig("bfloat16", cluster) and config in COMPILED
         assert count_mean_ctas(sequences, 16, 80, cluster) == sequences * 32 * cluster
     for runs, cluster in ((9, 8), (10, 2), (31, 2), (32, 1)):
-        assert select_value_mean_config("bfloat16", runs, 8, 64, of_runs=True).cluster == cluster
+        assert select_value_mean_config("bfloat16", runs, 8, 64, keys_of_runs=16385).cluster == cluster
+    for runs, cluster in ((1, 2), (31, 2), (32, 1)):
+        assert select_value_mean_config("bfloat16", runs, 8, 64, keys_of_runs=16384).cluster == cluster
     assert {n: groups_of(n) for n in (1, 2, 5, 95, 128, 512, 700)} == {
         1: (1, 1), 2: (2, 1), 5: (3, 1), 95: (3, 31), 128: (4, 32), 512: (16, 32), 700: (16, 43)
     }  # fmt: skip

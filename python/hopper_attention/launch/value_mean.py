@@ -184,7 +184,7 @@ def find_of_runs(
     """The launcher for V of this shape; compiles or loads its kernel the first time."""
     batch, keys, kv_heads, head_dim_v = v_shape
     runs = batch * -(-keys // (mean_blocks * block))
-    config = select_value_mean_config(DTYPE_NAMES[dtype], runs, kv_heads, head_dim_v, of_runs=True)
+    config = select_value_mean_config(DTYPE_NAMES[dtype], runs, kv_heads, head_dim_v, keys_of_runs=keys)
     statistics = compile_cache.get_quantize(config)
     kernel = compile_cache.get_quantize(RunMeansConfig(DTYPE_NAMES[dtype]))
     return RunMeansLauncher(index_of(device), statistics, kernel, mean_blocks, block)
