@@ -168,7 +168,7 @@ def select_value_mean_config(
 def _enough_paired_ctas(keys_of_runs: int) -> int:
     if not keys_of_runs:
         return ENOUGH_CTAS
-    return 1 if halvings_in_runs(keys_of_runs) else ENOUGH_PAIRED_CTAS_OF_RUNS
+    return 1 if are_sampled_in_runs(keys_of_runs) else ENOUGH_PAIRED_CTAS_OF_RUNS
 
 
 def validate_value_mean_config(config: ValueMeanConfig) -> None:
@@ -202,12 +202,12 @@ def halvings(keys: Any, number: Callable[[Any], Any] = int) -> Any:
 
 def halvings_of_run(run: Any, keys: Any, number: Callable[[Any], Any] = int) -> Any:
     """The same of a run of so many keys, of ``keys`` in all."""
-    return number(run >= FEWEST_SAMPLED) * halvings_in_runs(keys, number)
+    return number(run >= FEWEST_SAMPLED) * (LOG_RUNS * number(are_sampled_in_runs(keys)))
 
 
-def halvings_in_runs(keys: Any, number: Callable[[Any], Any] = int) -> Any:
-    """The same of any run that is not a short one."""
-    return LOG_RUNS * number(keys <= MOST_SAMPLED_IN_RUNS)
+def are_sampled_in_runs(keys: Any) -> Any:
+    """Whether means of runs of so many keys in all are those of a quarter, but for short runs."""
+    return keys <= MOST_SAMPLED_IN_RUNS
 
 
 def sample_size(length: Any, often: Any = LOG_RUNS) -> Any:

@@ -41,10 +41,10 @@ CARRY_KEYS, FEEDBACK, MOST_SHIFT = BLOCK_STEP, 2.0**-5, 2.0**-5
 """Of so many keys of V errors are carried on: this share of each is added to all later values, but in all no more than
 the second share of a value."""
 
-PAYING_KEYS, PAID, PAID_MORE = 4, 2.0**-5, 2.0**-7
+PAYING_KEYS, PAID, PAID_WHERE_SAMPLED = 4, 2.0**-5, 1.5 * 2.0**-5
 """Where P V is added up in runs of many keys, one of so many keys of V pays for what the tensor cores will cut off of
-all of them: the first share of the first value of the 32, and the second one as often as the keys were halved whose
-mean V has lost (``hopper_attention.quantization_rules.round_runs``)."""
+all of them: the first share of the first value of the 32, or the second one where the means that V has lost are those
+of a sample (``hopper_attention.quantization_rules.round_runs``)."""
 
 FIT_SUMS, MOST_FIT = 4, 2.0**-4
 """The scale of a row of Q is fitted to its codes by sums of so many parts, and changes by no more than this share: more

@@ -17,7 +17,7 @@ from cute_kernels.fast_math import (
 )
 from cute_kernels.integers import ceil_div, minimum
 from hopper.forward.fp8.config import FP8_KEY_ORDER
-from hopper.mean.config import halvings_in_runs
+from hopper.mean.config import are_sampled_in_runs
 from hopper.quantize.config import (
     BLOCK_STEP,
     CARRY_KEYS,
@@ -25,7 +25,7 @@ from hopper.quantize.config import (
     FEEDBACK,
     MOST_SHIFT,
     PAID,
-    PAID_MORE,
+    PAID_WHERE_SAMPLED,
     PAYING_KEYS,
     RUNS_OF_PATCH,
     RunTiling,
@@ -169,9 +169,9 @@ class TransposedOperand(Operand):
         return codes
 
     def _paid(self) -> Int32:
-        """What a value pays of the first one of its run, over MOST_SHIFT. Equal steps up to 2 are so as bits, too."""
-        least, step = halves_of(PAID / MOST_SHIFT), halves_of((PAID + PAID_MORE) / MOST_SHIFT)
-        return least + (step - least) * halvings_in_runs(Int32(self.source.shape[1]), Int32)
+        """What a value pays of the first one of its run, over MOST_SHIFT."""
+        fewest, most = (halves_of(share / MOST_SHIFT) for share in (PAID, PAID_WHERE_SAMPLED))
+        return fewest + (most - fewest) * Int32(are_sampled_in_runs(Int32(self.source.shape[1])))
 
 
 def round_and_carry(

@@ -52,9 +52,9 @@ from hopper.mean.config import (
     SMALL_FIRST,
     SMALL_FIRSTS,
     STEP_EXPONENT,
+    are_sampled_in_runs,
     groups_of,
     halvings,
-    halvings_in_runs,
     halvings_of_run,
     run_of,
     sample_size,
@@ -70,7 +70,7 @@ from hopper.quantize.config import (
     MOST_OF_ELEMENT,
     MOST_SHIFT,
     PAID,
-    PAID_MORE,
+    PAID_WHERE_SAMPLED,
     PAYING_KEYS,
     RECIPROCAL,
     keeps_lengths,
@@ -170,10 +170,10 @@ def round_runs(runs: torch.Tensor, pay: float = 0.0) -> torch.Tensor:
     Where the kernel adds up P V of thousands of keys, codes ``pay`` for what is cut off of their products. FP8 WGMMA
     cuts products off towards zero, by half of a unit of the sum whatever the product is. If a column's values lie
     evenly about 0 that cancels; but of skewed ones, less their mean, more lie on one side, and the sum is wrong by
-    that. A unit over P is some 1/64 of a value's usual size where 8192 keys have like probabilities, and less of fewer
-    keys. So a code counts as too small by half of it: by ``pay`` of that size in one key of PAYING_KEYS, as signs
-    cancel or do not in a sample too. For the usual size stands that of the first value of the run, an estimate without
-    a bias. No value pays more than itself.
+    that. A unit over P is some 1/64 of a value's usual size where 8192 keys have scores from N(0, 1), and less of fewer
+    keys or flatter scores. So a code counts as too small by half of it: by ``pay`` of that size in one key of
+    PAYING_KEYS, as signs cancel or do not in a sample too. For the usual size stands that of the first value of the
+    run, an estimate without a bias. No value pays more than itself.
 
     All in float16, whose numbers have the digits that decide how e4m3 rounds.
     """
@@ -191,8 +191,8 @@ def round_runs(runs: torch.Tensor, pay: float = 0.0) -> torch.Tensor:
 
 
 def paid_by_values(keys: int) -> float:
-    """What :func:`round_runs` takes for values that lose means of runs. A mean of fewer keys leaves larger sums."""
-    return PAID + PAID_MORE * halvings_in_runs(keys)
+    """What :func:`round_runs` takes for values that lose means of runs. A mean of a sample leaves larger sums."""
+    return PAID_WHERE_SAMPLED if are_sampled_in_runs(keys) else PAID
 
 
 def rounding_of_keys(head_dim: int, largest: float) -> Callable[[torch.Tensor], torch.Tensor]:

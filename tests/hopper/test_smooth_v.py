@@ -66,7 +66,6 @@ def test_truncated_sums_are_as_exact_as_others_by_default(family: str, keys: int
 
 SKEWED = {
     "lognormal": (torch.exp, 0.7),
-    "squares": (torch.square, 1.1),
     "one of ten": (lambda v: 5.0 * (v > 1.28) + 0.3 * v, 0.5),
 }
 """Kinds of values, and what is left of their bias at most."""

@@ -197,7 +197,7 @@ class Fp8ForwardConfig(ForwardConfig):
     @property
     def _gains_in_runs(self) -> bool:
         """Whether a kernel with runs gains by what is short between two tiles of it. At head_dim 64 tiles are shortest,
-        and causal ones most of all. Others take as long either way, or up to 1.5 % longer, as ptxas then orders their
+        and causal ones most of all. Others take as long either way, or up to 0.7 % longer, as ptxas then orders their
         inner loop (`fp8_paid_sums.json`)."""
         return self.run_blocks > 0 and self.causal and self.head_dim == 64
 
