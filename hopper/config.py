@@ -301,8 +301,28 @@ class ForwardConfig:
         """Raise ValueError naming the first field that does not go with what a subclass adds."""
 
     @property
-    def q_bytes(self) -> int:
+    def q_stages(self) -> int:
+        """Tiles whose Q has shared memory at once. With two, Q of a tile is loaded while the one before is at work."""
+        with_two = 2 * self.q_tile_bytes + self.kv_bytes + self.o_bytes + self.other_bytes
+        return 2 if self._gains_by_second_q and with_two <= self.smem_limit else 1
+
+    @property
+    def _gains_by_second_q(self) -> bool:
+        """Where tiles are short for what stands between two of them: up to head_dim 96, and of packed sequences. Others
+        lose as much as they gain, as blocks of 192 keys do under a window (`second_q.json`)."""
+        is_bare = not (self.changes_scores or self.page_box or self.few_keys) and self.warp_specialized
+        is_short = self.head_dim < 128 or (self.layout == VARLEN and not self.window)
+        has_wide_blocks = self.window and self.tile_n > 128
+        return is_bare and is_short and not has_wide_blocks and self.element_bytes == 2
+
+    @property
+    def q_tile_bytes(self) -> int:
+        """Of Q, for one tile."""
         return self.tile_m * self.head_dim * self.qk_bytes
+
+    @property
+    def q_bytes(self) -> int:
+        return self.q_stages * self.q_tile_bytes
 
     @property
     def o_bytes(self) -> int:
@@ -426,7 +446,7 @@ class ForwardConfig:
 
     @property
     def _o_needs_place(self) -> bool:
-        return self.q_bytes + self.kv_bytes + self.o_bytes + self.other_bytes > self.smem_limit
+        return self.q_tile_bytes + self.kv_bytes + self.o_bytes + self.other_bytes > self.smem_limit
 
     @property
     def smem_bytes(self) -> int:

@@ -43,7 +43,6 @@ class Consumer(LoopInvariant):
         self.config = config
         self.mmas = mmas
         self.queries, self.tSrK, *self.few = operands
-        self.tSrQ = self.queries.fragment
         self.pipes = pipes
         self.softmax = softmax
         self.output = output
@@ -60,7 +59,7 @@ class Consumer(LoopInvariant):
         scores: ScoreTile,
         blocks: KeyBlocks,
         kv_state: PipelineState,
-        q_phase: Int32,
+        q_turn: Int32,
         ending: TileEnding,
     ) -> PipelineState:
         """Leave one tile's O, not yet normalised, in ``output`` and its row statistics in ``softmax``.
@@ -76,14 +75,15 @@ class Consumer(LoopInvariant):
         if const_expr(self.config.walks_apart):
             kv_state = self._leave_out(blocks.left_out_before, kv_state)
         self.loads.await_queries()
-        self.pipes.q.consumer_wait(q_state(self.config, self.wg, q_phase))
-        self._queries_have_come()
-        self.queries.read()
+        of_q = q_state(self.config, self.wg, q_turn)
+        self.pipes.q.consumer_wait(of_q)
+        self._queries_have_come(of_q.index)
+        self.queries.read(of_q.index)
         self.output.clear()
         if const_expr(self.config.pipelined):
-            kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_phase, ending)
+            kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_turn, ending)
         else:
-            kv_state = self._attend_in_order(scores, blocks, unmasked, kv_state, q_phase)
+            kv_state = self._attend_in_order(scores, blocks, unmasked, kv_state, q_turn)
         if const_expr(self.config.walks_apart and blocks.window.has_left):
             kv_state = self._leave_out(blocks.left_out_behind, kv_state)
         return kv_state
@@ -99,8 +99,8 @@ class Consumer(LoopInvariant):
             kv_state.advance()
         return kv_state
 
-    def _queries_have_come(self):
-        """Before the first Q K^T of a tile."""
+    def _queries_have_come(self, stage: Int32):
+        """Before the first Q K^T of a tile, whose Q lies in ``stage``."""
 
     @cute.jit
     def _attend_pipelined(
@@ -109,7 +109,7 @@ class Consumer(LoopInvariant):
         blocks: KeyBlocks,
         unmasked: Int32,
         kv_state: PipelineState,
-        q_phase: Int32,
+        q_turn: Int32,
         ending: TileEnding,
     ) -> PipelineState:
         """Two-stage pipeline: S of the next block is in flight while P V of this one is, and the softmax of the
@@ -131,32 +131,32 @@ class Consumer(LoopInvariant):
                 n_block -= 1
         else:
             kv_state = self._unmasked_blocks(scores, blocks, n_block, kv_state)
-        self._few_block(scores, blocks, kv_state, q_phase)
-        self._start_last_product(blocks, kv_state, q_phase)
+        self._few_block(scores, blocks, kv_state, q_turn)
+        self._start_last_product(blocks, kv_state, q_turn)
         ending.under_last_product(self.softmax)
         if const_expr(not self.config.ends_in_halves):
             self.output.wait(self.tOrP, kv_state.index)
             self.pipes.v.consumer_release(kv_state)
             for pipe in self.pipes.few:
-                pipe.consumer_release(q_state(self.config, self.wg, q_phase))
+                pipe.consumer_release(q_state(self.config, self.wg, q_turn))
             self.output.collect()
         kv_state.advance()
         return kv_state
 
     @cute.jit
-    def _few_block(self, scores: ScoreTile, blocks: KeyBlocks, v_state: PipelineState, q_phase: Int32):
+    def _few_block(self, scores: ScoreTile, blocks: KeyBlocks, v_state: PipelineState, q_turn: Int32):
         """S and P of few keys, if there are any, together with P V of the block at ``v_state``."""
         if const_expr(self.config.few_keys > 0):
             if blocks.has_few:
                 acc_S, (tSrK, _) = self._make_acc_S(self.config.few_keys), self.few
                 qk = self._qk_of(self.config.few_keys)
-                issue_gemm(qk, acc_S, self.tSrQ, tSrK[None, None, None, self.wg], False)
+                issue_gemm(qk, acc_S, self.queries.fragment, tSrK[None, None, None, self.wg], False)
                 self.output.enter_product()
                 self.output.start(self.tOrP, v_state.index)
                 self.softmax.take_bias(scores.row_bias(blocks.end))
                 self.softmax.enter_block(consumer_slot(v_state))
                 warpgroup.wait_group(1)
-                self._release_q(q_phase)
+                self._release_q(q_turn)
                 scores.finish(acc_S, blocks.end, True)
                 self.softmax.take_scores(acc_S, is_first=False)
                 self.softmax.exponentiate(acc_S, 0, is_first=False)
@@ -167,22 +167,22 @@ class Consumer(LoopInvariant):
                 self.output.rescale()
 
     @cute.jit
-    def _start_last_product(self, blocks: KeyBlocks, kv_state: PipelineState, q_phase: Int32):
+    def _start_last_product(self, blocks: KeyBlocks, kv_state: PipelineState, q_turn: Int32):
         """P V of the block that is visited last, or of few keys. Q is given back before it."""
         if const_expr(self.config.few_keys > 0):
             # Loaded for every tile, so that a tile is a phase.
-            self.pipes.few[0].consumer_wait(q_state(self.config, self.wg, q_phase))
+            self.pipes.few[0].consumer_wait(q_state(self.config, self.wg, q_turn))
             if blocks.has_few:
                 self.output.enter_product()
                 self.output.start_few(self.tOrP, self.few[1][None, None, None, self.wg])
             else:
-                self._start_last_block(kv_state, q_phase)
+                self._start_last_block(kv_state, q_turn)
         else:
-            self._start_last_block(kv_state, q_phase)
+            self._start_last_block(kv_state, q_turn)
 
     @cute.jit
-    def _start_last_block(self, kv_state: PipelineState, q_phase: Int32):
-        self._release_q(q_phase)
+    def _start_last_block(self, kv_state: PipelineState, q_turn: Int32):
+        self._release_q(q_turn)
         self.output.enter_product()
         self.output.start_last(self.tOrP, kv_state.index)
 
@@ -435,7 +435,7 @@ class Consumer(LoopInvariant):
         blocks: KeyBlocks,
         unmasked: Int32,
         kv_state: PipelineState,
-        q_phase: Int32,
+        q_turn: Int32,
     ) -> PipelineState:
         """One block after the other, each S, softmax, P V in sequence: only ping-pong overlaps anything."""
         kv_state = self._sequential_block(scores, blocks.last, kv_state, True, True)
@@ -451,7 +451,7 @@ class Consumer(LoopInvariant):
         for _ in cutlass.range(blocks.number_from(n_block), unroll=1):
             kv_state = self._sequential_block(scores, n_block, kv_state, blocks.window.has_left, False)
             n_block -= 1
-        self._release_q(q_phase)
+        self._release_q(q_turn)
         return kv_state
 
     @cute.jit
@@ -494,13 +494,13 @@ class Consumer(LoopInvariant):
         """Issue Q K^T of a block."""
         qk = self._qk_of(cute.size(acc_S) * WARPGROUP_THREADS // WARPGROUP_ROWS)
         tSrK = self.tSrK[None, None, None, kv_state.index]
-        issue_gemm(qk, acc_S, self.tSrQ, tSrK, False, steps=self.config.steps_qk)
+        issue_gemm(qk, acc_S, self.queries.fragment, tSrK, False, steps=self.config.steps_qk)
 
     @cute.jit
-    def _release_q(self, q_phase: Int32):
+    def _release_q(self, q_turn: Int32):
         """After the last Q K^T; later, by the epilogue, if O is to be staged in Q's place."""
         if const_expr(not self.config.o_shares_q):
-            self.pipes.q.consumer_release(q_state(self.config, self.wg, q_phase))
+            self.pipes.q.consumer_release(q_state(self.config, self.wg, q_turn))
 
     def _make_acc_S(self, keys: int = 0) -> cute.Tensor:
         """Registers for the scores of a block, or of so many of its first ``keys``."""

@@ -44,7 +44,7 @@ class Epilogue(LoopInvariant):
         consumer: Consumer,
         place: TilePlace,
         row: Int32,
-        q_phase: Int32,
+        q_turn: Int32,
         ending: TileEnding,
         kv_state: PipelineState,
     ):
@@ -59,7 +59,7 @@ class Epilogue(LoopInvariant):
             self.store.lse(lse, place.head, place.seqlens, row, self.lane)
             self._store_halves(consumer, place, inverse_sum, kv_state)
         else:
-            self._store_whole(consumer, place, (inverse_sum, lse), row, q_phase)
+            self._store_whole(consumer, place, (inverse_sum, lse), row, q_turn)
 
     @cute.jit
     def _store_whole(
@@ -68,7 +68,7 @@ class Epilogue(LoopInvariant):
         place: TilePlace,
         factors: tuple[cute.Tensor, cute.Tensor],
         row: Int32,
-        q_phase: Int32,
+        q_turn: Int32,
     ):
         """O at once; ``factors`` are those of O's rows, and LSE."""
         config, (inverse_sum, lse) = consumer.config, factors
@@ -77,7 +77,7 @@ class Epilogue(LoopInvariant):
         if const_expr(config.o_from_registers):
             self.store.rows(consumer.output.acc, place.head, place.seqlens, row, self.lane)
         else:
-            self._store_by_tma(consumer, place, q_phase)
+            self._store_by_tma(consumer, place, q_turn)
 
     @cute.jit
     def _store_halves(
@@ -106,7 +106,7 @@ class Epilogue(LoopInvariant):
                 self.store.start_half(wg, row_block, place.head, place.seqlens, h)
 
     @cute.jit
-    def _store_by_tma(self, consumer: Consumer, place: TilePlace, q_phase: Int32):
+    def _store_by_tma(self, consumer: Consumer, place: TilePlace, q_turn: Int32):
         """Through shared memory."""
         config, wg = consumer.config, consumer.wg
         m_block, head, seqlens = place.m_block, place.head, place.seqlens
@@ -132,9 +132,9 @@ class Epilogue(LoopInvariant):
             if const_expr(config.o_shares_v):
                 for pipe in consumer.pipes.o:
                     if self.lane == 0:
-                        pipe.consumer_release(o_state(q_phase))
+                        pipe.consumer_release(o_state(q_turn))
         if const_expr(config.o_shares_q):
-            consumer.pipes.q.consumer_release(q_state(config, wg, q_phase))
+            consumer.pipes.q.consumer_release(q_state(config, wg, q_turn))
 
     @cute.jit
     def drain(self):

@@ -40,12 +40,12 @@ from hopper.forward.consumer import Consumer
 from hopper.forward.consumer_loads import ConsumerLoads, NoConsumerLoads, ReturnOfO
 from hopper.forward.ending import ending_of
 from hopper.forward.epilogue import Epilogue
-from hopper.forward.operands import Mmas, PerOperand, Pipelines, Work
+from hopper.forward.operands import Mmas, PerOperand, Pipelines, Work, first_turn, next_turn
 from hopper.forward.paged import Pages
 from hopper.forward.parts import KernelParts, LaunchOptions
 from hopper.forward.places import TilePlace
 from hopper.forward.producer import Producer
-from hopper.forward.queries import KeptQueries, SharedQueries
+from hopper.forward.queries import KeptQueries, SharedQueries, StagedQueries
 from hopper.forward.shared_memory import (
     few_tensors,
     smem_layouts,
@@ -98,7 +98,7 @@ class ForwardKernel:
 
     | pipeline | stages | bytes of a full stage | arrivals that empty it |
     |---|---|---|---|
-    | pipe_q | `consumers` | `(64 + few_keys) * head_dim * qk_bytes` | `4` |
+    | pipe_q | `consumers * q_stages` | `(64 + few_keys) * head_dim * qk_bytes` | `4` |
     | pipe_k | `stages` | `tile_n * head_dim * qk_bytes` | `4 * consumers` |
     | pipe_v | `stages` | `tile_n * head_dim_v * element_bytes` | `4 * consumers` |
     | mailbox | `2` | `4` | `4 * consumers` |
@@ -380,8 +380,7 @@ class ForwardKernel:
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
         mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
         claim_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
-        # Each warpgroup has one stage of Q, so its barrier changes phase once a tile.
-        q_phase = Int32(0)
+        q_turn = first_turn(c, loads=False)
         consumer.ping_pong.prime()
         tiles = self.parts.kv_source.tiles(work, precision.recomputes_addresses)
         tile = tiles.first(mail_state)
@@ -389,7 +388,7 @@ class ForwardKernel:
             # Where the tile lies, its key blocks, and the rules for the scores of this thread's rows.
             place = tiles.place(tile, mail_state)
             blocks = work.key_blocks_of(place)
-            loads.begin(tile, place, blocks, q_phase ^ 1)
+            loads.begin(tile, place, blocks, q_turn ^ 1)
             row = place.m_block * c.tile_m + row_in_tile
             mask = TileMask(work.block_range.window, c.tile_n, place.seqlens, row, col_in_block)
             scores = work.score_tile(mask, place.head, place.seqlens.batch, blocks)
@@ -400,13 +399,13 @@ class ForwardKernel:
             ending = ending_of(
                 c.finalizes_early, tiles, tile, mail_state, place, precision.recomputes_addresses
             )
-            kv_state = consumer.attend(scores, own_blocks, kv_state, q_phase, ending)
+            kv_state = consumer.attend(scores, own_blocks, kv_state, q_turn, ending)
             if const_expr(precision.recomputes_addresses):
                 place = ending.place()
                 row = place.m_block * c.tile_m + row_in_tile
-            epilogue.finish(consumer, place, row, q_phase, ending, kv_state)
+            epilogue.finish(consumer, place, row, q_turn, ending, kv_state)
             # The next tile: its number comes by mail from the producer, or is claimed here where there is none.
-            q_phase ^= 1
+            q_turn = next_turn(c, q_turn)
             if const_expr(not c.warp_specialized):
                 if warp == 0:
                     work.scheduler.claim(claim_state)
@@ -422,7 +421,7 @@ class ForwardKernel:
         precision, mmas = self.parts.precision, self._tiled_mmas()
         # A descriptor is alike in all threads of a warpgroup.
         tSrK = mmas.qk.make_fragment_B(mmas.qk.get_slice(0).partition_B(parts.operands.k.smem))
-        queries = self._queries(mmas, parts.operands.q.smem[None, None, wg], thread)
+        queries = self._queries(mmas, parts.operands.q.smem, wg, thread)
         fragments = queries, keep_descriptor(tSrK), *self._few_fragments(mmas, parts.few)
         output = precision.make_output(mmas, self._pv_mma, parts)
         return precision.consumer_type(
@@ -437,11 +436,16 @@ class ForwardKernel:
         tSrK = qk.make_fragment_B(qk.get_slice(0).partition_B(of_k.smem))
         return tSrK, mmas.pv.make_fragment_B(mmas.pv.get_slice(0).partition_B(of_v.smem))
 
-    def _queries(self, mmas: Mmas, sQ: cute.Tensor, thread: tuple[Int32, Int32]) -> SharedQueries:
-        """Operand A of Q K^T, of a warpgroup whose rows are ``sQ``; ``thread`` is the warp in it and the lane."""
+    def _queries(
+        self, mmas: Mmas, staged: cute.Tensor, wg: Int32, thread: tuple[Int32, Int32]
+    ) -> SharedQueries:
+        """Operand A of Q K^T, of a warpgroup, from the ``staged`` Q; ``thread`` is the warp in it and the lane."""
         warp_in_group, lane = thread
+        sQ = staged[None, None, wg]
         if self.config.keeps_q:
             return KeptQueries(mmas.qk, sQ, warp_in_group * cute.arch.WARP_SIZE + lane)
+        if self.config.q_stages > 1:
+            return StagedQueries(mmas.qk.make_fragment_A(mmas.qk.get_slice(0).partition_A(staged)))
         tSrQ = mmas.qk.make_fragment_A(mmas.qk.get_slice(0).partition_A(sQ))
         # Consumers whose producers transpose V have fewer registers.
         has_registers = self.parts.kv_source.row_stages == 0

@@ -17,7 +17,7 @@ from hopper import mail
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.barriers import MAX_CONSUMERS, NamedBarrier
 from hopper.forward.batch import DenseBatch
-from hopper.forward.operands import PerOperand, Pipelines, Work
+from hopper.forward.operands import PerOperand, Pipelines, Work, first_turn, next_turn
 from hopper.forward.places import WORDS, KeptPlaces, NumberedTiles, PlacedTiles, message_of
 from hopper.forward.producer import NoWord, Producer
 from hopper.tiles import WARPS_PER_WARPGROUP, ragged_view, swizzled_layout
@@ -128,7 +128,10 @@ class DenseTma(LoopInvariant):
         row_bytes = c.head_dim * c.qk_bytes
         return Pipelines(
             self._tma_pipeline(
-                storage.barriers_q, c.consumers, warps_of_one, (WARPGROUP_ROWS + c.few_keys) * row_bytes
+                storage.barriers_q,
+                c.consumers * c.q_stages,
+                warps_of_one,
+                (WARPGROUP_ROWS + c.few_keys) * row_bytes,
             ),
             self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * row_bytes),
             self._make_v_pipeline(storage, warps_of_all),
@@ -188,7 +191,7 @@ class DenseTma(LoopInvariant):
         """Claim tiles and load them."""
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, MAILBOX_STAGES)
-        q_phase = Int32(1)
+        q_turn = first_turn(self.config, loads=True)
         if const_expr(self.config.waits_to_load):
             cute.arch.griddepcontrol_wait()
         tile = work.scheduler.first()
@@ -196,10 +199,10 @@ class DenseTma(LoopInvariant):
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = work.head_kv(head)
             blocks = work.key_blocks(m_block, head, batch)
-            kv_state = producer.load_tile((m_block, head, batch), head_kv, blocks, kv_state, q_phase)
+            kv_state = producer.load_tile((m_block, head, batch), head_kv, blocks, kv_state, q_turn)
             if const_expr(self.config.waits_to_load):
                 cute.arch.griddepcontrol_launch_dependents()
-            q_phase ^= 1
+            q_turn = next_turn(self.config, q_turn)
             tile = work.scheduler.claim(mail_state)
             mail_state.advance()
         work.scheduler.finish()
@@ -253,15 +256,15 @@ class FoundTiles(DenseTma):
         """Load the tiles that are found. ``word`` is told of each block."""
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.stages)
         mail_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, MAILBOX_STAGES)
-        q_phase = Int32(1)
+        q_turn = first_turn(self.config, loads=True)
         tiles = PlacedTiles(work)
         tile = tiles.first(mail_state)
         while tile < tiles.end:
             place = tiles.place(tile, mail_state)
             coordinates = place.m_block, place.head, place.seqlens.batch
             blocks = work.key_blocks_of(place)
-            kv_state = producer.load_tile(coordinates, place.head_kv, blocks, kv_state, q_phase, word)
-            q_phase ^= 1
+            kv_state = producer.load_tile(coordinates, place.head_kv, blocks, kv_state, q_turn, word)
+            q_turn = next_turn(self.config, q_turn)
             tile, mail_state = tiles.next(mail_state)
 
 

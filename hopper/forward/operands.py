@@ -106,9 +106,25 @@ class Work(LoopInvariant):
         return self.rules.tile(mask, head, batch)
 
 
-def q_state(config: ForwardConfig, wg: Int32, phase: Int32) -> PipelineState:
-    """Where Q's pipeline stands for warpgroup ``wg``, which owns the stage of its number; a tile is a phase."""
-    return PipelineState(config.consumers, Int32(0), Int32(wg), phase)
+def first_turn(config: ForwardConfig, loads: bool) -> Int32:
+    """That of the first tile (``q_state``), for the producer, which ``loads``, or for consumers: stages are empty."""
+    return Int32(config.q_stages if loads else 0)
+
+
+def next_turn(config: ForwardConfig, turn: Int32) -> Int32:
+    """That of the tile behind the one of ``turn``."""
+    return turn ^ 1 if config.q_stages == 1 else (turn + 1) & 3
+
+
+def q_state(config: ForwardConfig, wg: Int32, turn: Int32) -> PipelineState:
+    """Where Q's pipeline stands for warpgroup ``wg``, which owns the stage of its number; a tile is a phase.
+
+    With two stages it owns also the one that lies as far behind all of the first, and has them in turns. ``turn`` is
+    then a number of two bits that counts tiles: which of both, and the phase.
+    """
+    if config.q_stages == 1:
+        return PipelineState(config.consumers, Int32(0), Int32(wg), turn)
+    return PipelineState(2 * config.consumers, Int32(0), wg + config.consumers * (turn & 1), turn >> 1)
 
 
 def o_state(phase: Int32) -> PipelineState:

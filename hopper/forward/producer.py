@@ -56,7 +56,7 @@ class Producer(LoopInvariant):
         head_kv: Int32,
         blocks: KeyBlocks,
         kv_state: pipeline.PipelineState,
-        q_phase: Int32,
+        q_turn: Int32,
         word: NoWord = NO_WORD,
     ) -> pipeline.PipelineState:
         """Issue the loads of one output tile; returns the state of K's and V's pipelines after it. ``word`` is told of
@@ -69,22 +69,22 @@ class Producer(LoopInvariant):
         tVsV, tVgV = self.v.partition((c.head_dim_v, c.tile_n), (0, None), head_kv, self._rows_v(seqlens))
 
         word.of_tile(blocks.count)
-        self._load_q(tQsQ, tQgQ, m_block, 0, q_phase)
-        self._load_few_keys(blocks, head_kv, 0, q_phase)
+        self._load_q(tQsQ, tQgQ, m_block, 0, q_turn)
+        self._load_few_keys(blocks, head_kv, 0, q_turn)
         first = blocks.number(blocks.last)
         self.scales.begin()
         self.scales.publish(head_kv, seqlens, first, producer_slot(kv_state))
         self._load(self.pipes.k, self.k.atom, tKsK, tKgK, first, kv_state)
         for wg in cutlass.range_constexpr(1, c.consumers):
-            self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
-            self._load_few_keys(blocks, head_kv, wg, q_phase)
+            self._load_q(tQsQ, tQgQ, m_block, wg, q_turn)
+            self._load_few_keys(blocks, head_kv, wg, q_turn)
         if const_expr(c.loads_k_ahead):
             kv_state = self._load_ahead(blocks, first, (tKsK, tKgK), (tVsV, tVgV), kv_state)
-            self._load_few_values(blocks, head_kv, q_phase)
+            self._load_few_values(blocks, head_kv, q_turn)
             return kv_state
         for pipe in self.pipes.o:
             # Q and K of a tile are loaded while O of the one before leaves V's place.
-            pipe.producer_acquire(o_state(q_phase))
+            pipe.producer_acquire(o_state(q_turn))
         self._load(self.pipes.v, self.v.atom, tVsV, tVgV, first, kv_state)
         kv_state.advance()
         for step in cutlass.range(blocks.count - 1, unroll=1):
@@ -94,28 +94,28 @@ class Producer(LoopInvariant):
             self._load(self.pipes.k, self.k.atom, tKsK, tKgK, n_block, kv_state)
             self._load(self.pipes.v, self.v.atom, tVsV, tVgV, n_block, kv_state)
             kv_state.advance()
-        self._load_few_values(blocks, head_kv, q_phase)
+        self._load_few_values(blocks, head_kv, q_turn)
         return kv_state
 
     @cute.jit
-    def _load_few_keys(self, blocks: KeyBlocks, head_kv: Int32, wg: cutlass.Constexpr[int], q_phase: Int32):
+    def _load_few_keys(self, blocks: KeyBlocks, head_kv: Int32, wg: cutlass.Constexpr[int], q_turn: Int32):
         """K of few keys of a warpgroup, with its Q."""
         if const_expr(len(self.few) > 0):
             c, (of_k, _) = self.config, self.few
             tKsK, tKgK = of_k.partition((c.few_keys, c.head_dim), (None, 0), head_kv, blocks.seqlens.rows_k)
-            full = self.pipes.q.producer_get_barrier(q_state(c, wg, q_phase))
+            full = self.pipes.q.producer_get_barrier(q_state(c, wg, q_turn))
             number = self._number_of_few(blocks, wg)
             cute.copy(of_k.atom, tKgK[None, number], tKsK[None, wg], tma_bar_ptr=full)
 
     @cute.jit
-    def _load_few_values(self, blocks: KeyBlocks, head_kv: Int32, q_phase: Int32):
+    def _load_few_values(self, blocks: KeyBlocks, head_kv: Int32, q_turn: Int32):
         """V of few keys of each warpgroup, behind all blocks, as it is asked for."""
         if const_expr(len(self.few) > 0):
             c, (_, of_v), (pipe,) = self.config, self.few, self.pipes.few
             tVsV, tVgV = of_v.partition((c.head_dim_v, c.few_keys), (0, None), head_kv, blocks.seqlens.rows_k)
             for wg in cutlass.range_constexpr(c.consumers):
                 number = self._number_of_few(blocks, wg)
-                self._load(pipe, of_v.atom, tVsV, tVgV, number, q_state(c, wg, q_phase))
+                self._load(pipe, of_v.atom, tVsV, tVgV, number, q_state(c, wg, q_turn))
 
     @cute.jit
     def _number_of_few(self, blocks: KeyBlocks, wg: cutlass.Constexpr[int]) -> Int32:
@@ -135,14 +135,14 @@ class Producer(LoopInvariant):
         head_kv: Int32,
         blocks: KeyBlocks,
         k_state: pipeline.PipelineState,
-        q_phase: Int32,
+        q_turn: Int32,
     ):
         """Issue the loads of a tile's first block of K, then those of its Q: the stage of K is free before the last
         Q K^T of the tile before has read Q, and the block's scales come from global memory meanwhile."""
         m_block, head = coordinates
         self.scales.begin()
         self.load_keys(head_kv, blocks.seqlens, blocks.last, k_state)
-        self._load_queries(m_block, head, blocks.seqlens, q_phase)
+        self._load_queries(m_block, head, blocks.seqlens, q_turn)
 
     @cute.jit
     def _load_ahead(
@@ -168,17 +168,17 @@ class Producer(LoopInvariant):
         return kv_state
 
     @cute.jit
-    def load_queries(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo, q_phase: Int32):
+    def load_queries(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo, q_turn: Int32):
         """Issue the loads of Q for one output tile, before those of K."""
         self.scales.begin()
-        self._load_queries(m_block, head, seqlens, q_phase)
+        self._load_queries(m_block, head, seqlens, q_turn)
 
     @cute.jit
-    def _load_queries(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo, q_phase: Int32):
+    def _load_queries(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo, q_turn: Int32):
         rows = seqlens.rows_q
         tQsQ, tQgQ = self.q.partition((WARPGROUP_ROWS, self.config.head_dim), (None, 0), head, rows)
         for wg in cutlass.range_constexpr(self.config.consumers):
-            self._load_q(tQsQ, tQgQ, m_block, wg, q_phase)
+            self._load_q(tQsQ, tQgQ, m_block, wg, q_turn)
 
     @cute.jit
     def load_keys(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState):
@@ -200,9 +200,9 @@ class Producer(LoopInvariant):
 
     @cute.jit
     def _load_q(
-        self, tQsQ: cute.Tensor, tQgQ: cute.Tensor, m_block: Int32, wg: cutlass.Constexpr[int], phase: Int32
+        self, tQsQ: cute.Tensor, tQgQ: cute.Tensor, m_block: Int32, wg: cutlass.Constexpr[int], turn: Int32
     ):
-        state = q_state(self.config, wg, phase)
+        state = q_state(self.config, wg, turn)
         self._load(self.pipes.q, self.q.atom, tQsQ, tQgQ, m_block * self.config.consumers + wg, state)
 
     @cute.jit

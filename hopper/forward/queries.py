@@ -1,20 +1,43 @@
 """Q as operand A of Q K^T: in shared memory, or in a consumer's registers."""
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import warp
+from cutlass.cute.nvgpu.tcgen05.helpers import int_to_smem_descriptor, smem_descriptor_to_int
 
 from cute_kernels.invariant import LoopInvariant
 
 
 class SharedQueries(LoopInvariant):
-    """Where TMA puts it; ``fragment`` has its descriptors."""
+    """Where TMA puts it, always in the same place."""
 
-    def __init__(self, fragment: cute.Tensor):
-        self.fragment = fragment
+    def __init__(self, operand: cute.Tensor):
+        self.operand = operand
 
-    def read(self):
-        """Once a tile, when its Q has come."""
+    @property
+    def fragment(self) -> cute.Tensor:
+        """Operand A."""
+        return self.operand
+
+    def read(self, stage: Int32):
+        """Once a tile, when its Q has come to ``stage``."""
+
+
+class StagedQueries(SharedQueries):
+    """Where TMA puts it, in one stage after the other: the last mode of ``operand``."""
+
+    def __init__(self, operand: cute.Tensor):
+        super().__init__(operand)
+        self.descriptor = cute.make_rmem_tensor(1, Int64)
+
+    @property
+    def fragment(self) -> cute.Tensor:
+        """That of the stage which was read last."""
+        layout = self.operand[None, None, None, 0].layout
+        return cute.make_tensor(int_to_smem_descriptor(self.descriptor[0]), layout)
+
+    def read(self, stage: Int32):
+        self.descriptor[0] = smem_descriptor_to_int(self.operand[None, None, None, stage].iterator)
 
 
 class KeptQueries(SharedQueries):
@@ -29,7 +52,7 @@ class KeptQueries(SharedQueries):
         self.qk, self.sQ, self.thread = qk, sQ, thread
 
     @cute.jit
-    def read(self):
+    def read(self, stage: Int32):
         atom = cute.make_copy_atom(
             warp.LdMatrix8x8x16bOp(transpose=False, num_matrices=4), self.sQ.element_type
         )

@@ -32,7 +32,7 @@ def smem_layouts(c: ForwardConfig, kv_source: DenseTma) -> SmemLayouts:
     qk_dtype, out_dtype = DSL_DTYPES[c.qk_dtype], DSL_DTYPES[c.out_dtype]
     o_stride = WARPGROUP_ROWS * (c.head_dim if c.o_shares_q else c.head_dim_v)
     return SmemLayouts(
-        q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, qk_dtype),
+        q=swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers * c.q_stages, qk_dtype),
         k=swizzled_layout(c.tile_n, c.head_dim, c.stages, qk_dtype),
         vt=kv_source.v_layout(DSL_DTYPES[c.dtype]),
         o=swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, c.consumers, out_dtype, stage_stride=o_stride),
@@ -63,7 +63,7 @@ def storage_type(c: ForwardConfig, layouts: SmemLayouts, kv_source: DenseTma, pr
 
     @cute.struct
     class SharedStorage:
-        barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.consumers]
+        barriers_q: cute.struct.MemRange[cutlass.Int64, 2 * c.consumers * c.q_stages]
         barriers_k: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
         barriers_v: cute.struct.MemRange[cutlass.Int64, 2 * c.stages]
         barriers_o: cute.struct.MemRange[cutlass.Int64, 2 * (c.o_shares_v or c.o_shares_rows)]

@@ -202,6 +202,14 @@ class Fp8ForwardConfig(ForwardConfig):
         return self.run_blocks > 0 and self.causal and self.head_dim == 64
 
     @property
+    def _gains_by_second_q(self) -> bool:
+        """At head_dim 128 where keys are few, and tiles short for what stands between two of them. Others, as ptxas
+        then orders their inner loop, take up to 2 % longer with scores in float16, 4 at head_dim 64 with peaky ones, 6
+        where sequences are packed (`second_q.json`)."""
+        is_known = self.softmax is Softmax.LAGGING and self.head_dim == self.tile_n == 128
+        return is_known and self.is_plain and not self.v_rows
+
+    @property
     def first_widths(self) -> tuple[int, ...]:
         """Also where two warpgroups visit the same blocks: of a diagonal one the first sees half. Lowered queries leave
         no registers for it."""

@@ -28,11 +28,14 @@ class LaggingConsumer(Consumer):
         scores: ScoreTile,
         blocks: KeyBlocks,
         kv_state: PipelineState,
-        q_phase: Int32,
+        q_turn: Int32,
         ending: TileEnding,
     ) -> PipelineState:
         self._begin_walk(scores, blocks)
-        return super().attend(scores, blocks, kv_state, q_phase, ending)
+        return super().attend(scores, blocks, kv_state, q_turn, ending)
+
+    def _queries_have_come(self, stage: Int32):
+        self.softmax.find_queries(stage)
 
     def _begin_walk(self, scores: ScoreTile, blocks: KeyBlocks):
         """Before the first block of a tile."""
@@ -84,7 +87,9 @@ class LaggingConsumer(Consumer):
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(k_state)
         self.ping_pong.take_turn()
-        issue_gemm(self.mmas.qk, acc_S, self.tSrQ, self.tSrK[None, None, None, k_state.index], False)
+        issue_gemm(
+            self.mmas.qk, acc_S, self.queries.fragment, self.tSrK[None, None, None, k_state.index], False
+        )
         self.output.enter_product()
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
@@ -192,7 +197,7 @@ class HalfScoresConsumer(LaggingConsumer):
         run = divide(behind, self.config.mean_blocks)
         return run, behind - run * self.config.mean_blocks
 
-    def _queries_have_come(self):
+    def _queries_have_come(self, stage: Int32):
         self.softmax.lower_queries()
 
     def _clear_P(self):
