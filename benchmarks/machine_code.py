@@ -1,15 +1,15 @@
 """The machine code of a kernel, by nvdisasm: its loops around key blocks, and what is other in them than before.
 
-    python benchmarks/machine_code.py d64_causal_m192n192
-    python benchmarks/machine_code.py d64_causal_m192n192 --loop 1 --listing
-    python benchmarks/machine_code.py d64_causal_m192n192 --keep before.txt
-    python benchmarks/machine_code.py d64_causal_m192n192 --against before.txt
+    python benchmarks/machine_code.py bf16_d96_full_m128n192
+    python benchmarks/machine_code.py bf16_d96_full_m128n192 --loop 0 --listing
+    python benchmarks/machine_code.py bf16_d96_full_m128n192 --keep before.txt
+    python benchmarks/machine_code.py bf16_d96_full_m128n192 --against before.txt
 
-The kernel is compiled here, for which no GPU is needed; a part of a name of ``hopper-attention compile`` says which. A
-loop around key blocks is one with WGMMAs that has no other such loop in it. Of each are printed how many instructions
-it has, in all and by opcode. ptxas may order the same instructions in another way after a change elsewhere, which can
-be worth 2 % of a call: ``--against`` says how much of the order is kept (1 is all), and which opcodes there are more or
-fewer of. nvdisasm is of the CUDA toolkit, or of ``pip install nvidia-cuda-nvdisasm``.
+The kernel is compiled here, for which no GPU is needed; a part of its name that no other kernel has, or the whole name,
+says which. A loop around key blocks is one with WGMMAs that has no other such loop in it. Of each are printed how many
+instructions it has, in all and by opcode. ptxas may order the same instructions in another way after a change
+elsewhere, which can be worth 2 % of a call: ``--against`` says how much of the order is kept (1 is all), and which
+opcodes there are more or fewer of. nvdisasm is of the CUDA toolkit, or of ``pip install nvidia-cuda-nvdisasm``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from hopper.compile import HOPPER_ARCH
+from hopper.compile import HOPPER_ARCH, compile_kernel
 from hopper_attention.cli_compile import kernels_for
 from hopper_attention.experiments.reports import write_text
 
@@ -122,8 +122,6 @@ def disassemble(config: Any, program: str) -> str:
     Raises:
         RuntimeError: nvdisasm could not read it.
     """
-    from hopper.compile import compile_kernel
-
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compile_kernel(config, f"--keep-cubin --dump-dir={folder}").__cubin__)
@@ -171,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kernel", help="a part of its name that no other has")
+    parser.add_argument("kernel", help="a part of its name that no other has, or the whole")
     parser.add_argument("--loop", type=int, help="only this one, counted from 0")
     parser.add_argument("--listing", action="store_true", help="print the instructions, too")
     parser.add_argument("--keep", type=Path, help="write what nvdisasm prints")
