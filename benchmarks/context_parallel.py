@@ -579,4 +579,8 @@ def show_errors(found: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    # Not by sys.exit: a thread of gloo that still lets go of the last exchange's tensors wants Python's lock for it,
+    # and aborts the process if Python ends meanwhile.
+    os._exit(status)
