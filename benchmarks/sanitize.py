@@ -61,12 +61,13 @@ from hopper_attention.launch.quantize import find as find_quantizer
 from hopper_attention.launch.widen import widened
 from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
-from hopper_attention.quantization_rules import mean_worth_subtracting, means_of
+from hopper_attention.quantization_rules import means_of
 from hopper_attention.quantized import Means
 from hopper_attention.reference import attention_naive, attention_standard, attention_tiled
 from hopper_attention.reference.fp8 import P_EXPONENT, ROUNDED_P_EXPONENT
 from hopper_attention.reference.tiled_backward import tiled_backward
 from hopper_attention.scores import NO_SCORES
+from hopper_attention.value_mean_rules import mean_worth_subtracting
 
 HEADS, KV_HEADS, CTAS = 2, 1, 2
 FP8_LSE_ERROR, HALF_SCORES_LSE_ERROR = 1.1e-2, 3e-2

@@ -45,6 +45,9 @@ FAR_VARIANCES = 32.0
 many variances: five standard errors and more, and no less than a mean that is kept (``MOST_KEPT``) where there are
 eight runs."""
 
+APART_VARIANCES = 4.0
+"""The same where some run of ``COLUMNS`` columns of a head is far away: two standard errors."""
+
 FARTHEST = 2.0**126
 """And where that distance is less than this, so that what two means differ by is a number."""
 
@@ -69,7 +72,7 @@ CHUNK = 8
 
 WARPS, WARP_THREADS = 8, 32
 THREADS = WARPS * WARP_THREADS
-CTAS_PER_SM, CTAS_OF_RUNS_PER_SM = 4, 3
+CTAS_PER_SM, CTAS_OF_RUNS_PER_SM = 4, 4
 
 LANES_OF_ROW = COLUMNS // CHUNK
 ROWS_OF_WARP = WARP_THREADS // LANES_OF_ROW

@@ -45,7 +45,7 @@ TO_WHOLE = 1.5 * 2.0**MANTISSA_BITS
 class ValueMeanKernel:
     """V (batch, keys, heads, columns) of 16 bits -> float32 (batch, heads, columns): what to subtract from each column.
 
-    ``hopper_attention.quantization_rules.mean_worth_subtracting`` has the rule and its reasons. A cluster, or one CTA,
+    ``hopper_attention.value_mean_rules.mean_worth_subtracting`` has the rule and its reasons. A cluster, or one CTA,
     takes 64 columns of a head, and each of its CTAs some groups of keys. Threads add up the differences from the first
     key of their group, and the squares of these: sums that cancel nothing where a mean is large against the spread. All
     CTAs send the mean and the variance of their groups to the first one. There a thread has all groups of a column in
@@ -251,7 +251,8 @@ def worth_subtracting(
 ) -> Float32:
     """What to subtract from a column of a head, of which ``keys`` keys were looked at and which begins with ``first``.
     ``place`` are the number of the column and the columns there are."""
-    robust, variance, count = robust_mean(received, column)
+    robust, _, count = robust_mean(received, column)
+    variance = median_variance(received, column)
     rounded = on_the_grid(robust, variance)
     is_chance = robust * robust * Float32(keys) < Float32(CHANCE * CHANCE) * variance
     (own, columns), size = place, cute.math.absf(rounded)
@@ -266,21 +267,30 @@ def worth_subtracting(
 
 @cute.jit
 def robust_mean(received: cute.Tensor, column: Int32) -> tuple[Float32, Float32, Int32]:
-    """(the mean of a column, the median of its groups' variances, the groups that count). One whose mean is NaN does
-    not, nor one whose mean lies far from the others'."""
+    """(the mean of a column, the mean of its variances in groups that count, the groups whose mean is a number). One
+    whose mean is NaN does not count, nor one whose mean lies far from the others'."""
     means, count = with_fillers([received[column, group, 0] for group in range(GROUPS)])
     middle = upper_median(means)
     farthest = Float32(OUTLYING) * upper_median([distance_from(middle, mean) for mean in means])
-    excess, counted = Float32(0.0), Int32(0)
-    for mean in means:
+    excess, variance, counted = Float32(0.0), Float32(0.0), Int32(0)
+    for group in cutlass.range_constexpr(GROUPS):
+        mean = means[group]
         counts = is_number(mean) and cute.math.absf(mean - middle) <= farthest
         excess += mean - middle if counts else Float32(0.0)
+        variance += received[column, group, 1] if counts else Float32(0.0)
         counted += Int32(1) if counts else Int32(0)
-    robust = middle + excess * reciprocal(Float32(maximum(counted, 1)))
+    inverse = reciprocal(Float32(maximum(counted, 1)))
+    return middle + excess * inverse, variance * inverse, count
+
+
+@cute.jit
+def median_variance(received: cute.Tensor, column: Int32) -> Float32:
+    """The median of the variances of a column in groups whose mean is a number."""
+    means, _ = with_fillers([received[column, group, 0] for group in range(GROUPS)])
     variances = []
     for group in cutlass.range_constexpr(GROUPS):
         variances.append(received[column, group, 1] if is_number(means[group]) else means[group])
-    return robust, upper_median(variances), count
+    return upper_median(variances)
 
 
 @cute.jit

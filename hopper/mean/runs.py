@@ -7,6 +7,7 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.integers import ceil_div, divide, maximum, minimum
 from hopper.mean.config import (
+    APART_VARIANCES,
     COLUMNS,
     EDGES_AT_ONCE,
     FAR_VARIANCES,
@@ -34,7 +35,8 @@ class RunStatisticsKernel(ValueMeanKernel):
 
     Runs are counted from the last key back, as attention comes to them: each has ``run`` keys, and the first one ends
     at key ``end``, which may lie behind the last of V. A run is what a sequence is to ``ValueMeanKernel``. The mean of
-    one without numbers is NaN.
+    one without numbers is NaN. The variance is the mean of those of groups that count, since it says how far off the
+    mean may be: a median of few is too small where values are skewed.
     """
 
     @cute.jit
@@ -71,7 +73,7 @@ class RunMeansKernel:
     ``store_difference`` has it; and int32 (batch, heads, MOST_PARTS), 1 where runs of some columns lose something else
     than the others, else 0. Of the first run, and of runs behind the last, the difference is 0.
 
-    ``hopper_attention.quantization_rules.means_of_runs`` has the rule. A CTA takes ``COLUMNS`` columns of a head, and
+    ``hopper_attention.value_mean_rules.means_of_runs`` has the rule. A CTA takes ``COLUMNS`` columns of a head, and
     a thread one of them in some of ``GROUPS`` groups of neighbouring runs.
 
     It starts while the kernel in front still works (programmatic dependent launch), as the quantizer does behind it. So
@@ -137,23 +139,27 @@ class RunMeansKernel:
         if first_group == 0:
             of_all[column] = worth_subtracting(received, column, (own, columns), first, looked_at)
         cute.arch.sync_threads()
-        changed = Boolean(False)
         begin, stop = first_group * runs // GROUPS_AT_ONCE, (first_group + 1) * runs // GROUPS_AT_ONCE
-        of_column = first, of_all[column], own < columns
-        before, _ = self._lost(statistics, maximum(begin - 1, 0), (run, end, keys), of_column)
+        of_column, lengths = (first, of_all[column], own < columns), (run, end, keys)
+        changed = Boolean(False)
         for number in cutlass.range(begin, stop, unroll=1):
-            lost, is_far = self._lost(statistics, number, (run, end, keys), of_column)
+            changed = changed | self._lies_apart(
+                statistics, number, lengths, of_column, Float32(FAR_VARIANCES)
+            )
+        if changed:
+            changes[0] = Int32(1)
+        cute.arch.sync_threads()
+        variances = Float32(APART_VARIANCES if changes[0] != 0 else FAR_VARIANCES)
+        before = self._lost(statistics, maximum(begin - 1, 0), lengths, of_column, variances)
+        for number in cutlass.range(begin, stop, unroll=1):
+            lost = self._lost(statistics, number, lengths, of_column, variances)
             if own < columns:
                 mMeans[entry, number, head, own] = lost
                 self._store(mDifferences, (entry, number, head, own), before - lost)
             before = lost
-            changed = changed | is_far
         if first_group == 0 and own < columns:
             for number in cutlass.range(runs, mDifferences.shape[1] * EDGES_AT_ONCE, unroll=1):
                 self._store(mDifferences, (entry, number, head, own), Float32(0.0))
-        if changed:
-            changes[0] = Int32(1)
-        cute.arch.sync_threads()
         if thread < MOST_PARTS and (thread == part or (part == 0 and thread >= cute.arch.grid_dim()[0])):
             mChanges[entry, head, thread] = changes[0] if thread == part else Int32(0)
 
@@ -191,23 +197,35 @@ class RunMeansKernel:
 
     @cute.jit
     def _lost(
-        self, statistics: list, number: Int32, lengths: tuple, of_column: tuple
-    ) -> tuple[Float32, Boolean]:
-        """(what a column of a run loses, whether that is a mean of its own). ``lengths`` are the keys of a run, where
-        the first run ends, and all keys; ``of_column`` are the first value of the column, the mean of all its keys, and
-        whether it is there."""
-        (run, end, keys), (first, of_all, is_there) = lengths, of_column
+        self, statistics: list, number: Int32, lengths: tuple, of_column: tuple, variances: Float32
+    ) -> Float32:
+        """What a column of a run loses, which is a mean of its own if that lies so far apart. ``lengths`` are the keys
+        of a run, where the first run ends, and all keys; ``of_column`` are the first value of the column, the mean of
+        all its keys, and whether it is there."""
+        (run, end, _), (first, of_all, _) = lengths, of_column
         mean, variance = statistics[0][number], statistics[1][number]
-        last = end - number * run
-        own_keys = minimum(last, keys) - maximum(last - run, 0)
-        counted = own_keys >> halvings_of_run(own_keys, keys, Int32)
-        distance = mean - of_all
-        rounded = on_the_grid(distance, variance)
-        is_far = distance * distance * Float32(counted) > Float32(FAR_VARIANCES) * variance
-        is_far = is_far & is_number(rounded) & (cute.math.absf(distance) < Float32(FARTHEST)) & is_there
-        lost = of_all + (rounded if is_far else Float32(0.0))
-        spared = sparing_the_first(lost, first, variance, counted)
-        return spared if is_far & (last <= run) else lost, is_far
+        lies_apart = self._lies_apart(statistics, number, lengths, of_column, variances)
+        lost = of_all + (on_the_grid(mean - of_all, variance) if lies_apart else Float32(0.0))
+        spared = sparing_the_first(lost, first, variance, self._looked_at(number, lengths))
+        return spared if lies_apart & (end - number * run <= run) else lost
+
+    @cute.jit
+    def _lies_apart(
+        self, statistics: list, number: Int32, lengths: tuple, of_column: tuple, variances: Float32
+    ) -> Boolean:
+        """Whether the mean of a run lies so many variances of its keys from that of all."""
+        (_, of_all, is_there), mean, variance = of_column, statistics[0][number], statistics[1][number]
+        distance, counted = mean - of_all, Float32(self._looked_at(number, lengths))
+        lies_apart = distance * distance * counted > variances * variance
+        lies_apart = lies_apart & is_number(on_the_grid(distance, variance)) & is_there
+        return lies_apart & (cute.math.absf(distance) < Float32(FARTHEST))
+
+    def _looked_at(self, number: Int32, lengths: tuple) -> Int32:
+        """Keys of a run whose values the statistics are of."""
+        run, end, keys = lengths
+        stop = end - number * run
+        own_keys = minimum(stop, keys) - maximum(stop - run, 0)
+        return own_keys >> halvings_of_run(own_keys, keys, Int32)
 
     def _shared_storage(self) -> type:
         @cute.struct

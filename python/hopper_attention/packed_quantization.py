@@ -38,16 +38,14 @@ from hopper_attention.packed_quantized import (
 from hopper_attention.quantization_rules import (
     SOURCE_DTYPES,
     fit_of_rows,
-    keys_looked_at,
-    only_numbers,
     power_of_two,
     round_runs,
     rounding_of_keys,
     to_e4m3,
-    worth_subtracting,
 )
 from hopper_attention.quantized import E4M3, Fp8Quantization, default_block_k
 from hopper_attention.rotation import rotate_head_dim
+from hopper_attention.value_mean_rules import keys_looked_at, only_numbers, worth_subtracting
 
 NO_MASK = MaskSpec(causal=False)
 

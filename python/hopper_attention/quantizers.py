@@ -25,13 +25,13 @@ from hopper_attention.plain_calls import needs_gradient
 from hopper_attention.quantization_rules import (
     Quantizer,
     check_sources,
-    mean_worth_subtracting,
     quantize_by_torch,
     quantize_with,
     with_numbers,
 )
 from hopper_attention.quantized import E4M3, Fp8Quantization, Means, QuantizedQKV, QuantizedTensor
 from hopper_attention.shapes import attention_shape
+from hopper_attention.value_mean_rules import mean_worth_subtracting
 
 QUANTIZERS = ("fused", "torch")
 

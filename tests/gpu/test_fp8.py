@@ -29,9 +29,9 @@ from hopper_attention.quantization import (
     quantize_qkv,
     restore_values,
 )
-from hopper_attention.quantization_rules import robust_mean_of_keys
 from hopper_attention.quantized import transpose_for_kernel
 from hopper_attention.reference import attention_naive
+from hopper_attention.value_mean_rules import robust_mean_of_keys
 from tests.hopper.fp8_errors import (
     LAGGING_LSE_ROUNDING,
     LSE_ROUNDING,

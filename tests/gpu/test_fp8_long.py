@@ -14,8 +14,8 @@ from hopper_attention.fp8_rules import select_config
 from hopper_attention.launch.fp8 import problem_of
 from hopper_attention.launch.value_mean import find_of_runs
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, restore_values
-from hopper_attention.quantization_rules import means_of_runs
 from hopper_attention.reference import attention_naive
+from hopper_attention.value_mean_rules import means_of_runs
 from tests.gpu.test_fp8 import allowed_error, oracle_of, rms
 from tests.hopper.edges import differences_of
 from tests.hopper.fp8_errors import emulate

@@ -13,8 +13,9 @@ from hopper.mean.config import MOST_LEFT_OF_SMALL, is_sampled
 from hopper_attention import Fp8Quantization, flash_attn_fp8_func, quantize_qkv
 from hopper_attention.launch.fp8 import EmulationLaunch
 from hopper_attention.launch.quantize import mean_of_values
-from hopper_attention.quantization_rules import mean_worth_subtracting, restore_values
+from hopper_attention.quantization_rules import restore_values
 from hopper_attention.reference import attention_naive
+from hopper_attention.value_mean_rules import mean_worth_subtracting
 
 pytestmark = pytest.mark.gpu
 

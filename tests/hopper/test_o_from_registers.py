@@ -56,7 +56,7 @@ def test_which_kernels_with_runs_are_quick_between_tiles() -> None:
     quick = {(c.head_dim, c.causal) for c in kernels if c.finalizes_early and c.has_block_divisor}
     assert quick == {(64, True)}
     others = [c for c in kernels if (c.head_dim, c.causal) != (64, True)]
-    without_runs = [replace(c, run_blocks=0) for c in kernels]
+    without_runs = [replace(c, run_blocks=0, mean_blocks=0) for c in kernels]
     assert not any(c.finalizes_early or c.has_block_divisor for c in (*others, *without_runs))
 
 

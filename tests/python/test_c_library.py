@@ -223,9 +223,8 @@ def test_fp8_problems_get_the_kernels_that_python_selects(library: Library) -> N
         seqlen_q, seqlen_k = (min(length, 2**18) for length in p["lengths"])
         dims, batch, (heads, kv_heads) = p["head_dims"], p["batch"], p["heads"]
         two_level = rng.random() < 0.3
-        params = ForwardParams(
-            **common_fields(p), seqlen_q=seqlen_q, seqlen_k=seqlen_k, fp8_two_level=two_level
-        )
+        lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        params = ForwardParams(**common_fields(p), **lengths, fp8_two_level=two_level)
         mask = mask_of(p, seqlen_q, seqlen_k)
         c8 = with_blocks_of_the_tile(Fp8Quantization(), dims, seqlen_k, two_level, mask)
         dtype, block_k = TORCH_DTYPES[p["dtype"]], c8.keys_per_block(*dims, seqlen_k)
@@ -238,7 +237,8 @@ def test_fp8_problems_get_the_kernels_that_python_selects(library: Library) -> N
         half_scores = scores_fit_half(*quantizer.largest_codes, dims[0])
         options = {"half_scores": half_scores, "two_level": two_level, "window": mask.sides}
         problem = Fp8Problem(*shapes, *blocks, dtype, mask.causal, **options)
-        expected = replace(select_fp8_config(problem), run_blocks=0)  # it has no memory for runs
+        # It has no memory for runs.
+        expected = replace(select_fp8_config(problem), run_blocks=0, mean_blocks=0)
         assert library.kernel_of(params, "_fp8") == expected.name, (p, seqlen_k)
         parts = [batch * heads * seqlen_q * dims[0], batch * kv_heads * seqlen_k * dims[0]]
         parts += [batch * kv_heads * dims[1] * padded_keys(seqlen_k), 4 * batch * heads * seqlen_q]

@@ -62,21 +62,21 @@ def test_each_part_of_a_run_loses_its_mean(seen: Seen) -> None:
         "hopper_run_means",
         "hopper_quantize",
     ]
-    assert str(names[2]).endswith("runs16") and str(names[3]).endswith("runs64") and len(names) == 4
+    assert str(names[2]).endswith("runs8") and str(names[3]).endswith("runs64of8") and len(names) == 4
     assert explain_fp8(q, k, v, device_capability=(9, 0)).quantizer_config.name == names[2]
     (_, _, statistics, *of_first), (_, _, same, means, differences, changes, *of_second) = seen[:2]
-    # Runs of 16 blocks of 128 keys; the last block has 32 of them.
-    assert of_first == of_second == [2048, 20_096] and same is statistics
-    assert statistics.shape == (2, 1, 10, 2, HEAD_DIM) and means.shape == (1, 10, 2, HEAD_DIM)
-    assert differences.shape == (1, 3, 2, 8 * HEAD_DIM) and differences.dtype == torch.int32
+    # Means of 8 blocks of 128 keys; the last block has 32 of them.
+    assert of_first == of_second == [1024, 20_096] and same is statistics
+    assert statistics.shape == (2, 1, 20, 2, HEAD_DIM) and means.shape == (1, 20, 2, HEAD_DIM)
+    assert differences.shape == (1, 5, 2, 8 * HEAD_DIM) and differences.dtype == torch.int32
     assert changes.shape == (1, 2, MOST_PARTS)
     lost, counter, _ = seen[2][-3:]
     assert counter.shape == (2,) and counter.dtype == torch.int32
-    assert lost.shape == (10, 2, HEAD_DIM) and lost.data_ptr() == means.data_ptr()
+    assert lost.shape == (20, 2, HEAD_DIM) and lost.data_ptr() == means.data_ptr()
     *_, of_last, _, _, _, given, same_changes, notes, ctas = seen[3]
     assert of_last.shape == (1, 2, HEAD_DIM) and of_last.data_ptr() == means[:, -1].data_ptr()
     assert given is differences and same_changes is changes and ctas == SMS
-    assert notes.shape == (SMS, 10, 3 * 128)
+    assert notes.shape == (SMS, 20, 3 * 128)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_each_part_of_a_run_loses_its_mean(seen: Seen) -> None:
 )
 def test_others_lose_one_mean_or_none(seen: Seen, options: dict[str, object]) -> None:
     flash_attn_fp8_func(*qkv(), quantization=Fp8Quantization(**options))
-    assert not any("runs16" in str(name) or "run_means" in str(name) for name, *_ in seen)
+    assert not any("runs8" in str(name) or "run_means" in str(name) for name, *_ in seen)
     for arguments in seen:
         if "hopper_fwd" in str(arguments[0]):
             *_, means, changes, notes, _ = arguments
@@ -140,5 +140,5 @@ def test_parts_like_earlier_ones(seen: Seen, monkeypatch: pytest.MonkeyPatch) ->
         seen.clear()
         flash_attn_quantized_func(parts)
         calls.append(list(seen))
-    assert found[0] is None and found[-1] is not None and "runs64" in str(calls[0][0][0])
+    assert found[0] is None and found[-1] is not None and "runs64of8" in str(calls[0][0][0])
     assert [list(map(facts_of, x)) for x in calls[0]] == [list(map(facts_of, x)) for x in calls[-1]]

@@ -15,13 +15,9 @@ from hopper.mean.config import LOG_RUNS, is_sampled
 from hopper.quantize.config import CARRY_KEYS, shipped_quantize_configs
 from hopper_attention import flash_attn_fp8_func, flash_attn_quantized_func
 from hopper_attention.quantization import Fp8Quantization, from_descales, quantize_qkv, restore_values
-from hopper_attention.quantization_rules import (
-    mean_worth_subtracting,
-    robust_mean_of_keys,
-    round_values,
-    to_e4m3,
-)
+from hopper_attention.quantization_rules import round_values, to_e4m3
 from hopper_attention.reference import attention_naive, attention_tiled_fp8
+from hopper_attention.value_mean_rules import mean_worth_subtracting, robust_mean_of_keys
 
 SMOOTH = Fp8Quantization(smooth_v=True)
 WITH_OFFSET = 1.0

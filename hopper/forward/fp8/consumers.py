@@ -157,7 +157,7 @@ class HalfScoresConsumer(LaggingConsumer):
         self, scores: ScoreTile, blocks: KeyBlocks, n_block: Int32, v_state: PipelineState
     ) -> PipelineState:
         """In runs of so many blocks, behind each of which O goes to the sums. Where means of V change a run ends at
-        each fourth edge, and elsewhere wherever it does; what is left over comes last."""
+        an edge between two of them, and elsewhere wherever it does; what is left over comes last."""
         if const_expr(self.config.run_blocks == 0):
             return LaggingConsumer._unmasked_blocks(self, scores, blocks, n_block, v_state)
         c, means = self.config, self.output.means
@@ -167,7 +167,7 @@ class HalfScoresConsumer(LaggingConsumer):
             means.staging.forget_sums()
         following = n_block - run_blocks
         if const_expr(c.finds_ends_early):
-            following = following + means.changed[0] * (means.fourth_edge[0] - following)
+            following = following + means.changed[0] * (means.first_end[0] - following)
         elif means.has_changes():
             run, blocks_of_it = self._run_of(scores, n_block)
             following = following + means.runs_in_front(run) * c.mean_blocks + blocks_of_it

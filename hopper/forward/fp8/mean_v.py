@@ -21,7 +21,7 @@ from cute_kernels.integers import maximum, minimum
 from cute_kernels.softmax import clear_empty_rows, normalize_rows, scale_rows
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.barriers import sync_warpgroup
-from hopper.forward.fp8.config import MEANS_OF_RUN, NOTE_FLOATS
+from hopper.forward.fp8.config import NOTE_FLOATS, Fp8ForwardConfig
 from hopper.forward.fp8.staging import Staging, place_behind
 from hopper.forward.unscaled import NoCorrection
 from hopper.mean.config import EDGES_AT_ONCE, WORDS_OF_EDGES
@@ -139,17 +139,17 @@ class MeansOfRuns(MeanOfV):
     Differences of ``STEPS_AT_HAND`` come to ``staging`` first. Among its words a warp keeps the changes of its tile's
     head, the head, the batch entry, and the run that the walk begins in. What the walk asks for is in registers:
     ``changed`` is 1 where means of that head change, else 0; ``edge`` is then the next block behind an edge, else -1;
-    ``fourth_edge`` would be the block behind the fourth edge of the tile.
+    ``first_end`` would be the block behind the edge at which the first sum of the tile ends.
     """
 
+    config: Fp8ForwardConfig
     differences: cute.Tensor
     changes: cute.Tensor
     notes: cute.Tensor
     staging: Staging
-    mean_blocks: int
     changed: cute.Tensor
     edge: cute.Tensor
-    fourth_edge: cute.Tensor
+    first_end: cute.Tensor
 
     @cute.jit
     def begin(self, head_kv: Int32, batch: Int32):
@@ -181,9 +181,9 @@ class MeansOfRuns(MeanOfV):
         # 0 or 1 each, as the finder writes them. All lanes say the same; so the compiler knows, and keeps the result in
         # a uniform register.
         self.changed[0] = cute.arch.warp_redux_sync(changes[0] | changes[1] | changes[2] | changes[3], "or")
-        edge = n_block - (self.mean_blocks - blocks_of_it)
+        edge = n_block - (self.config.mean_blocks - blocks_of_it)
         self.edge[0] = self.changed[0] * (edge - NO_EDGE) + NO_EDGE
-        self.fourth_edge[0] = edge - (MEANS_OF_RUN - 1) * self.mean_blocks
+        self.first_end[0] = edge - (self.config.run_blocks - self.config.mean_blocks)
         if self.has_changes():
             if cute.arch.lane_idx() == 0:
                 words[BEGIN] = run
@@ -211,7 +211,8 @@ class MeansOfRuns(MeanOfV):
     def add(self, acc: cute.Tensor, shift: cute.Tensor, unit: Float32):
         """Give O of a tile, in units of ``unit``, what it lacks; ``shift`` is what its rows are measured from.
 
-        A lane of a row has what was noted at one of four edges, and reads the next under a product.
+        A lane of a row has what was noted at one of four edges. It reads those of all steps at hand at once, or those
+        of the next step under a product.
         """
         first_edge, runs = self._begin() + 1, self.notes.shape[1]
         first_step, inverse = first_edge // EDGES_AT_ONCE, cute.arch.rcp_approx(unit)
@@ -221,22 +222,28 @@ class MeansOfRuns(MeanOfV):
         mma = self._mma()
         tA = cute.make_rmem_tensor(mma.partition_shape_A((WARPGROUP_ROWS, DEPTH)), BFloat16)
         pairs, tB = cute.recast_tensor(tA, Int32), self._operand(mma)
-        note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
+        ahead = STEPS_AT_HAND if self.config.reads_notes_at_once else 1
+        notes = cute.make_rmem_tensor((NOTE_WORDS, ahead), Float32)
         for first in cutlass.range(first_step, steps, STEPS_AT_HAND, unroll=1):
             self._fetch(first)
-            self._read_note(note, maximum(first * EDGES_AT_ONCE + own, first_edge))
+            for i in cutlass.range_constexpr(ahead):
+                self._read_note(notes[None, i], maximum((first + i) * EDGES_AT_ONCE + own, first_edge))
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_view_async_shared()
             sync_warpgroup(self._place()[0])
             for step in cutlass.range(first, minimum(first + STEPS_AT_HAND, steps), unroll=1):
                 edge = step * EDGES_AT_ONCE + own
                 is_there = (edge >= first_edge) & (edge < runs)
-                sums = self._sums_of(note, shift, inverse, is_there)
+                sums = self._sums_of(notes[None, 0], shift, inverse, is_there)
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                     # The larger numbers of a difference and the smaller ones are multiplied by the same.
                     pairs[r] = pairs[ROWS_PER_THREAD + r] = split(sums[r])
                 issue_gemm(mma, acc, tA, tB[None, None, None, step - first], True)
-                self._read_note(note, edge + EDGES_AT_ONCE)
+                for i in cutlass.range_constexpr(1, ahead):
+                    for w in cutlass.range_constexpr(NOTE_WORDS):
+                        notes[w, i - 1] = notes[w, i]
+                if const_expr(ahead < STEPS_AT_HAND):
+                    self._read_note(notes[None, ahead - 1], edge + ahead * EDGES_AT_ONCE)
                 warpgroup.wait_group(0)
 
     @cute.jit

@@ -99,8 +99,7 @@ class BlockScaled(SixteenBits):
             of_output = storage.sO.get_tensor(layout, dtype=Float32)
             staging = Staging(of_output, memory, self._first_consumer)
             of_block = (cute.make_rmem_tensor(1, Int32) for _ in range(3))
-            of_runs = runs.differences, runs.changes, runs.notes, staging, c.mean_blocks, *of_block
-            return MeansOfRuns(*common, *of_runs)
+            return MeansOfRuns(*common, c, runs.differences, runs.changes, runs.notes, staging, *of_block)
         return MeanOfV(*common)
 
     @property

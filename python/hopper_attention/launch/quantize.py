@@ -313,7 +313,7 @@ def quantize_fused(
 
 
 def mean_of_values(v: Tensor) -> Tensor:
-    """``quantization_rules.mean_worth_subtracting`` on a Hopper GPU, of values that pass ``why_not_fused``."""
+    """``value_mean_rules.mean_worth_subtracting`` on a Hopper GPU, of values that pass ``why_not_fused``."""
     return value_mean.find(v)(addressable(v))
 
 

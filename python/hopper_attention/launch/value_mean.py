@@ -34,7 +34,7 @@ from hopper_attention.lengths import Lengths
 
 @dataclass(frozen=True)
 class ValueMeanLauncher(Launcher):
-    """Finds what ``quantization_rules.mean_worth_subtracting`` does, of V of a dtype."""
+    """Finds what ``value_mean_rules.mean_worth_subtracting`` does, of V of a dtype."""
 
     kernel: Kernel
 
@@ -109,7 +109,7 @@ class RunShape(NamedTuple):
 
 
 class RunMeans(NamedTuple):
-    """What ``quantization_rules.means_of_runs`` returns; what the mean of the run in front is more, as
+    """What ``value_mean_rules.means_of_runs`` returns; what the mean of the run in front is more, as
     ``compile_run_means`` has it, 0 for the first; and what these are found by, which is still being read."""
 
     means: Tensor
@@ -120,7 +120,7 @@ class RunMeans(NamedTuple):
 
 @dataclass(frozen=True)
 class RunMeansLauncher(Launcher):
-    """Finds what ``quantization_rules.means_of_runs`` does, of V of a dtype, with runs of ``mean_blocks`` blocks of
+    """Finds what ``value_mean_rules.means_of_runs`` does, of V of a dtype, with runs of ``mean_blocks`` blocks of
     ``block`` keys, by means and variances of runs, which ``statistics`` finds."""
 
     statistics: Kernel

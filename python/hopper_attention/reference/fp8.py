@@ -12,7 +12,6 @@ from hopper_attention.autocast import without_autocast
 from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.quantization_rules import (
     check_sources,
-    mean_worth_subtracting,
     quantize_by_torch,
     quantize_with,
     to_e4m3,
@@ -33,6 +32,7 @@ from hopper_attention.reference.tiles import (
     unfold_heads,
 )
 from hopper_attention.shapes import attention_shape
+from hopper_attention.value_mean_rules import mean_worth_subtracting
 
 P_EXPONENT = 8
 """P in [0, 1] times 2^8 uses e4m3's range up to 256 of 448: fewer of its small values become subnormal."""
