@@ -33,11 +33,22 @@ VALUES = {
     "a mean of 2 in the last quarter": lambda v: v + 2 * (share_of_keys(v) > 0.75),
     "a mean of 2 sin, three periods": lambda v: v + 2 * torch.sin(6 * math.pi * share_of_keys(v)),
     "-1 in one half, 1 in the other": lambda v: v + torch.where(share_of_keys(v) < 0.5, -1.0, 1.0),
+    "-0.3 in one half, 0.3 in the other": lambda v: v + torch.where(share_of_keys(v) < 0.5, -0.3, 0.3),
+    "a mean of 0.4 in the last quarter": lambda v: v + 0.4 * (share_of_keys(v) > 0.75),
+    "a mean of their own for each 1500 keys": lambda v: v + 2 * means_of_documents(v, 1500),
+    "a mean of their own for each 300 keys": lambda v: v + 2 * means_of_documents(v, 300),
 }
 
 
 def share_of_keys(v: Tensor) -> Tensor:
     return torch.linspace(0, 1, v.shape[1], device="cuda")[:, None, None]
+
+
+def means_of_documents(v: Tensor, keys: int) -> Tensor:
+    """N(0, 1) for each so many keys, and each column of a head."""
+    documents = -(-v.shape[1] // keys)
+    means = torch.randn(v.shape[0], documents, *v.shape[2:], device="cuda")
+    return means.repeat_interleave(keys, 1)[:, : v.shape[1]]
 
 
 def draw(
@@ -124,8 +135,8 @@ def test_means_of_runs_are_those_of_the_twin(head_dim: int, keys: int) -> None:
     v[:, keys // 3 :, 1, ::3] += 1
     v[:, 5, :, 1] = math.nan
     v = v.bfloat16()
-    found = find_of_runs(v.dtype, tuple(v.shape), 16, 128, v.device)(v)
-    means, changes = means_of_runs(v, 2048, -(-keys // 128) * 128)
+    found = find_of_runs(v.dtype, tuple(v.shape), 8, 128, v.device)(v)
+    means, changes = means_of_runs(v, 1024, -(-keys // 128) * 128)
     assert torch.equal(found.changes.amax(-1), changes) and changes.tolist() == [[0, 1]] * 2
     more = found.means[:, :-1] - found.means[:, 1:]
     differences = differences_of(found.differences.cpu(), more.shape[1] + 1)
