@@ -175,7 +175,7 @@ def flash_attn_fp8_func(
         two_level_accumulation: add the products P V of the FP8 kernel's key tiles to the output in float32 (DeepGEMM's
             "promotion", the opposite of PyTorch's use_fast_accum). Otherwise the tensor cores add them, with fewer
             bits, which matters where V has an offset that changes along the keys. One that does not is subtracted, by
-            ``smooth_v`` of the quantization; of more than 16k keys, without a window and gradients, one of each 2048
+            ``smooth_v`` of the quantization; of more than 5120 keys, without a window and gradients, one of each 1024
             of them. The gradient stays that of 16 bits. The 16-bit kernels and the emulation
             add in float32 anyway: on the same blocks they give the same with it as without. Without ``block_k`` it
             decides on the blocks too.
