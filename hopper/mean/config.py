@@ -72,7 +72,8 @@ CHUNK = 8
 
 WARPS, WARP_THREADS = 8, 32
 THREADS = WARPS * WARP_THREADS
-CTAS_PER_SM, CTAS_OF_RUNS_PER_SM = 4, 4
+CTAS_PER_SM = 4
+"""As many as there are registers for."""
 
 LANES_OF_ROW = COLUMNS // CHUNK
 ROWS_OF_WARP = WARP_THREADS // LANES_OF_ROW
@@ -120,11 +121,6 @@ class ValueMeanConfig:
     def loads(self) -> int:
         """Rows that a thread has under way, as many as there are registers for, and of a short sequence."""
         return 8 if self.layout == DENSE and self.cluster > 1 else 4
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """As many as there are registers for."""
-        return CTAS_OF_RUNS_PER_SM if self.of_runs else CTAS_PER_SM
 
     @property
     def smem_bytes(self) -> int:

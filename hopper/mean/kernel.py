@@ -12,6 +12,7 @@ from hopper.mean.config import (
     CHANCE,
     CHUNK,
     COLUMNS,
+    CTAS_PER_SM,
     E4M3_BITS,
     GROUPS,
     LANES_OF_ROW,
@@ -71,7 +72,7 @@ class ValueMeanKernel:
             block=(THREADS, 1, 1),
             cluster=(c.cluster, 1, 1),
             stream=stream,
-            min_blocks_per_mp=c.ctas_per_sm,
+            min_blocks_per_mp=CTAS_PER_SM,
             # Unless told, the DSL asks the GPU for its shared memory, and there may be none when compiling.
             preferred_smem_carveout=100,
         )

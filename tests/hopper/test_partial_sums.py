@@ -97,6 +97,15 @@ def test_where_ends_are_found_early(blocks: int, means: int, causal: bool) -> No
     assert_means_come_back(config, (3 * TILE + 7, 13 * TILE + 13))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_notes_that_are_read_at_once(causal: bool) -> None:
+    """From head_dim 128 on, those of ``STEPS_AT_HAND`` steps: more edges than these have, and fewer."""
+    config = replace(config_of(causal, blocks=8, means=8), head_dim=2 * DIM, head_dim_v=2 * DIM)
+    assert config.reads_notes_at_once and not config_of(causal).reads_notes_at_once
+    for tiles in (EDGES_AT_ONCE * STEPS_AT_HAND + 7, EDGES_AT_ONCE + 2):
+        assert_means_come_back(config, (TILE + 3, tiles * TILE + 13))
+
+
 def assert_means_come_back(config: Fp8ForwardConfig, seqlens: tuple[int, int]) -> None:
     """O is that of V with the means of its runs added."""
     seqlen_k, causal, head_dim = seqlens[1], config.causal, config.head_dim
