@@ -14,9 +14,9 @@ from hopper.forward.fp8.tilings import (
     FP8_HALF_SCORES_TILINGS,
     FP8_TILINGS,
     select_fp8_forward_config,
-    shipped_long_fp8_forward_configs,
+    with_runs,
 )
-from hopper.forward.tilings import NATIVE_HEAD_DIMS
+from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS
 
 WARP_THREADS = 32
 CHUNK = 8
@@ -413,12 +413,17 @@ def shipped_quantize_configs() -> tuple[QuantizeConfig, ...]:
 
 def shipped_long_quantize_configs() -> tuple[QuantizeConfig, ...]:
     """Those for attention kernels that add up keys in runs, whose V may lose a mean for each part of one."""
-    blocks = {attention.tile_n: attention.mean_blocks for attention in shipped_long_fp8_forward_configs()}
-    return tuple(
-        replace(config, mean_blocks=blocks[config.block_k])
-        for config in shipped_quantize_configs()
-        if config.block_k in blocks and not config.wide_codes
-    )
+    narrow = [config for config in shipped_quantize_configs() if not config.wide_codes]
+    long = [replace(config, mean_blocks=_blocks_of_a_mean(config)) for config in narrow]
+    return tuple(config for config in long if config.mean_blocks)
+
+
+def _blocks_of_a_mean(config: QuantizeConfig) -> int:
+    """Of V, that may lose a mean of their own where attention to what ``config`` makes adds up in runs; 0 where it does
+    not. A causal mask changes nothing of that."""
+    dims, block_k = (config.head_dim, config.head_dim_v), config.block_k
+    attention = select_fp8_forward_config(*dims, False, config.dtype, ANY_LENGTH, block_k, half_scores=True)
+    return with_runs(attention, ANY_LENGTH).mean_blocks if attention.tile_n == block_k else 0
 
 
 def default_block_sizes(head_dim: int, head_dim_v: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -159,12 +160,14 @@ def test_a_maximum_that_falls_between_runs(octaves: float) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_which_problems_have_runs(head_dim: int, causal: bool) -> None:
-    def select(seqlen_k: int, **options: bool) -> Fp8ForwardConfig:
+    def select(seqlen_k: int, **options: int) -> Fp8ForwardConfig:
         config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", seqlen_k, **options)
         return with_runs(config, seqlen_k)
 
-    for seqlen_k in (RUNLESS_KEYS + 1, 2**30):
-        config = select(seqlen_k, half_scores=True)
+    blocks_and_lengths = product((0, 64, 128, 192, 256, 384), (RUNLESS_KEYS + 1, 20_000, 2**30))
+    long = [select(seqlen_k, block_k=k, half_scores=True) for k, seqlen_k in blocks_and_lengths]
+    assert long[0].run_blocks
+    for config in (c for c in long if c.run_blocks):
         assert config in shipped_long_fp8_forward_configs() and config.name.endswith(
             f"runs{config.run_blocks}of{config.mean_blocks}"
         )

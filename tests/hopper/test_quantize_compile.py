@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hopper.forward.fp8.tilings import RUNLESS_KEYS, select_fp8_forward_config, with_runs
 from hopper.inspection import ResourceUsage
 from hopper.quantize.config import (
     CARRY_KEYS,
@@ -149,6 +150,21 @@ def test_runs_of_blocks_lose_a_mean_each(
     for codes, scale, twin in zip(data, scales, twins, strict=True):
         assert np.array_equal(codes, twin.data.view(torch.uint8).numpy().reshape(-1))
         assert np.array_equal(scale, twin.scale.view(torch.int32).numpy().reshape(-1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernels_of_runs_are_those_that_attention_asks_for(causal: bool) -> None:
+    """Of each native head_dim and block, with the means that its attention kernel walks along."""
+    long = {(c.dtype, c.head_dim, c.head_dim_v, c.block_k): c for c in shipped_long_quantize_configs()}
+    for config in shipped_quantize_configs():
+        dims = config.head_dim, config.head_dim_v
+        options = {"block_k": config.block_k, "half_scores": True}
+        attention = select_fp8_forward_config(*dims, causal, config.dtype, RUNLESS_KEYS + 1, **options)
+        attention = with_runs(attention, RUNLESS_KEYS + 1)
+        has_runs = attention.run_blocks > 0 and attention.tile_n == config.block_k
+        found = long.get((config.dtype, *dims, config.block_k))
+        assert (found.mean_blocks if found else 0) == (attention.mean_blocks if has_runs else 0)
+    assert {(c.block_k, c.mean_blocks) for c in long.values() if c.head_dim == 64} == {(192, 6)}
 
 
 def test_which_kernels_claim_items() -> None:

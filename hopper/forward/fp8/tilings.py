@@ -144,9 +144,9 @@ RUN_KEYS, RUNLESS_KEYS = {64: 6912, 128: 8192, 256: 8192}, 5120
 7680 keys at head_dim 64 has 1.55 times the error of two levels."""
 
 MEAN_KEYS = {64: 1152, 128: 1024, 256: 1024}
-"""Keys that may have a mean of V of their own (``mean_blocks``), at most, by head_dim. Half as many follow shorter
-documents; at head_dim 64 they are six of its tiles, and with five calls take 0.2 to 1.0 % longer
-(`fp8_shorter_means.json`)."""
+"""Keys that may have a mean of V of their own (``mean_blocks``), at most, by head_dim. Means of fewer keys follow
+shorter documents, and calls whose means change take longer. At head_dim 64 six tiles have a mean; with five, calls take
+0.2 to 1.0 % longer (`fp8_shorter_means.json`)."""
 
 NARROW_KEYS = 64
 """Keys of a tile that is slower than wider ones, but divides most blocks."""
@@ -324,9 +324,15 @@ def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
 
 
 def shipped_long_fp8_forward_configs() -> tuple[Fp8ForwardConfig, ...]:
-    """Every config with runs that ``with_runs`` can return."""
-    shipped = (with_runs(config, ANY_LENGTH) for config in shipped_fp8_forward_configs())
-    return tuple(dict.fromkeys(config for config in shipped if config.run_blocks))
+    """Every config with runs that serves a problem: of so many keys one for each head_dim, mask and output."""
+    return tuple(
+        with_runs(
+            select_fp8_forward_config(head_dim, head_dim, causal, output, ANY_LENGTH, half_scores=True),
+            ANY_LENGTH,
+        )
+        for output in DTYPES
+        for head_dim, causal in FP8_TILINGS
+    )
 
 
 def _fp8_tilings(
