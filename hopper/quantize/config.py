@@ -72,6 +72,10 @@ codes that become subnormal. Wider heads, which no kernel takes, keep theirs."""
 MIN_SCALE = 2.0**-80
 """The scale of a block that is all zero. P / scale, which the attention kernel sums, stays within float32."""
 
+VALUE_OCTAVES = 4
+"""Scales of blocks of V are 2 to a multiple of this, powers of 16: the attention kernel multiplies O where two
+neighbours differ."""
+
 WARPS_AND_ELEMENTS = ((4, 64), (8, 64), (16, 64), (12, 112), (8, 192))
 """Warps of a CTA, and the elements that each thread may then hold: the first that fits serves."""
 

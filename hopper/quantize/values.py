@@ -1,4 +1,4 @@
-"""What a CTA does to a block of V: its scale is a power of two, and it is rounded and stored by columns."""
+"""What a CTA does to a block of V: its scale is a power of 16, and it is rounded and stored by columns."""
 
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ from hopper.quantize.config import (
     PAID_WHERE_SAMPLED,
     PAYING_KEYS,
     RUNS_OF_PATCH,
+    VALUE_OCTAVES,
     RunTiling,
 )
 from hopper.quantize.halves import (
@@ -41,7 +42,11 @@ from hopper.quantize.halves import (
 from hopper.quantize.operand import Cta, Operand
 from hopper.quantize.words import widen_codes, words_at
 
-MANTISSA = 2**23 - 1
+MANTISSA_BITS, BIAS = 23, 127
+BELOW_STEP = (VALUE_OCTAVES << MANTISSA_BITS) - 1
+OFFSET = BIAS % VALUE_OCTAVES << MANTISSA_BITS
+"""Bits of float32: those that a scale has none of, but for these."""
+
 CODES_OF_WORD, CODES_OF_STORE = 4, 16
 
 
@@ -67,8 +72,8 @@ class TransposedOperand(Operand):
         return place[2] * ceil_div(blocks, self.mean_blocks) + (blocks - 1 - place[0]) // self.mean_blocks
 
     def _final_scale(self, scale: Float32) -> Float32:
-        """Rounded up to a power of two."""
-        return ((scale.bitcast(Int32) + MANTISSA) & ~MANTISSA).bitcast(Float32)
+        """Rounded up to a power of 16 (``hopper_attention.quantization_rules.scale_of_values``)."""
+        return ((scale.bitcast(Int32) + (BELOW_STEP - OFFSET) & ~BELOW_STEP) + OFFSET).bitcast(Float32)
 
     def _rows_stored(self, place: tuple) -> Int32:
         """Rows of zeros fill up the last step of keys."""

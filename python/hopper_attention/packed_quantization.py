@@ -38,9 +38,9 @@ from hopper_attention.packed_quantized import (
 from hopper_attention.quantization_rules import (
     SOURCE_DTYPES,
     fit_of_rows,
-    power_of_two,
     round_runs,
     rounding_of_keys,
+    scale_of_values,
     to_e4m3,
 )
 from hopper_attention.quantized import E4M3, Fp8Quantization, default_block_k
@@ -136,7 +136,7 @@ def quantize_packed_by_torch(
         v = v.float() - mean_v[places_k.sequence]
     q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
-    final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
+    final = scale_of_values if c.granularity == "block" else torch.Tensor.contiguous
     largest_q, largest_k = largest_codes(q.shape[2], c.scales_rows)
     rows = _quantize(v32, of_k, c.granularity, block_k, kv_heads, E4M3_MAX, final, _round_values)
     quantized_q = _quantize(q32, of_q, c.granularity, c.block_q, kv_heads, largest_q)

@@ -10,8 +10,9 @@ definition that the fused kernel follows to the bit, and its twin in PyTorch:
   row of Q by itself 16 and 8 (``hopper.quantize.config.largest_codes``). No code is larger, so the product of a row of
   Q and one of K, a sum of products of codes, fits float16, in which the attention kernel may then have it. Heads wider
   than 256, which the emulation alone attends to, have 448, and a row of Q by itself 256.
-- Scales of blocks of V are rounded up to a power of two. e4m3 has as many digits at one power as at another, so this
-  costs no accuracy, and neighbouring blocks mostly get the same, which saves the attention kernel work.
+- Scales of blocks of V are rounded up to a power of 16 (:func:`scale_of_values`). e4m3 has as many digits at one power
+  of two as at another, so this costs no accuracy but of values below 1/1792 of a block's largest, and neighbouring
+  blocks nearly always get the same, which saves the attention kernel work.
 - data = value * (1 / scale), rounded to the nearest e4m3, ties to even; value is about data * scale. V is rounded such
   that errors of neighbouring keys cancel (:func:`round_values`).
 - Rows of K are rounded such that they keep their length (:func:`round_rows`), up to head_dim 256, and from 72 on.
@@ -51,6 +52,7 @@ from hopper.quantize.config import (
     PAID_WHERE_SAMPLED,
     PAYING_KEYS,
     RECIPROCAL,
+    VALUE_OCTAVES,
     keeps_lengths,
     largest_codes,
     length_feedback,
@@ -329,10 +331,11 @@ def _shared_amax(rows: torch.Tensor, granularity: str, block: int, kv_heads: int
     return pad(rows, (0, -seqlen % block)).unflatten(2, (-1, block)).amax(-1)
 
 
-def power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """Positive normal float32 scales rounded up to powers of two."""
-    mantissa = 2**23 - 1
-    return ((scale.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
+def scale_of_values(scale: torch.Tensor) -> torch.Tensor:
+    """Positive normal float32 scales rounded up to powers of 16."""
+    exponent = (scale.view(torch.int32) + (2**23 - 1) >> 23) - 127
+    steps = torch.div(exponent + (VALUE_OCTAVES - 1), VALUE_OCTAVES, rounding_mode="floor")
+    return torch.ldexp(torch.ones_like(scale), VALUE_OCTAVES * steps)
 
 
 def _quantize(
@@ -379,7 +382,7 @@ def quantize_by_torch(
     )
     q32, k32 = (rotate_head_dim(x, c.seed) if c.rotate else x.float() for x in (q, k))
     v32 = rotate_head_dim(v, c.seed) if c.rotate_v else v.float()
-    final = power_of_two if c.granularity == "block" else torch.Tensor.contiguous
+    final = scale_of_values if c.granularity == "block" else torch.Tensor.contiguous
     rounded = partial(round_values, pay=pay)
     rows = _quantize(v32, c.granularity, block_k, kv_heads, final, rounded=rounded)
     largest_q, largest_k = largest_codes(q.shape[3], c.scales_rows)

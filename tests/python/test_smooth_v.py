@@ -228,7 +228,7 @@ def test_the_mean_is_off_by_little(spread: float, keys: int) -> None:
 
 
 def test_the_first_value_is_exact() -> None:
-    """Whatever the mean, and where its own value is nearly nothing beside it."""
+    """Whatever the mean, and where its own value is nearly nothing beside it: but for codes that are subnormal."""
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16):
         for offset, size in ((0.0, 1.0), (0.3, 0.01), (1.0, 0.01), (3.0, 0.0), (1.0, 1.0)):
@@ -239,7 +239,10 @@ def test_the_first_value_is_exact() -> None:
             parts = quantize_qkv(q, k, v, quantization=SMOOTH)
             first = restore_values(parts.v.row_major().dequantize(), parts, causal=False)[:, 0]
             error = (first - v[:, 0]).abs()
-            assert (error <= 1e-6 * (1 + offset)).float().mean() > 0.97
+            exact = error <= 1e-6 * (1 + offset)
+            codes, half_step = parts.v.row_major().data[:, 0].float().abs(), 2.0**-10 / 16
+            subnormal = (codes <= 2.0**-6) & (error <= half_step)
+            assert exact.float().mean() > 0.92 and (exact | subnormal).float().mean() > 0.97
             plain = quantize_qkv(q, k, v, quantization=replace(SMOOTH, smooth_v=False))
             rounded = plain.v.row_major().dequantize()[:, 0] - v[:, 0]
             assert rms(error) < 0.3 * rms(rounded) or size < 1.0

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandSource
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.fast_math import exp2
+from cute_kernels.fast_math import exp2, pin
 from cute_kernels.fragments import (
     COLUMNS_PER_PAIR,
     LANES_PER_ROW,
@@ -199,13 +199,13 @@ class MeansOfRuns(MeanOfV):
 
     @cute.jit
     def note(self, row_sum: cute.Tensor, shift: cute.Tensor, run: Int32):
-        """The sums of the rows so far, of which the thread has parts, where the walk comes to ``run``."""
+        """The sums of the rows so far, of which the thread has parts, where the walk comes to ``run``. All lanes of a
+        row write the same to one place: that is less than to ask who does."""
         note = cute.make_rmem_tensor(NOTE_WORDS, Float32)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             note[r] = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=LANES_PER_ROW)
             note[ROWS_PER_THREAD + r] = shift[r]
-        if cute.arch.lane_idx() % LANES_PER_ROW == 0:
-            cute.autovec_copy(note, self._note_of(run))
+        cute.autovec_copy(note, self._note_of(run))
 
     @cute.jit
     def add(self, acc: cute.Tensor, shift: cute.Tensor, unit: Float32):
@@ -316,10 +316,11 @@ class MeansOfRuns(MeanOfV):
         return cute.arch.make_warp_uniform(self.staging.words_of_warp()[BEGIN])
 
     def _note_of(self, run: Int32) -> cute.Tensor:
-        """Where that of the thread's rows is."""
-        wg, thread = self._place()
-        number = Int64(cute.arch.block_idx()[0] * self.notes.shape[1] + run) * self.memory.shape[1] + wg
-        place = number * NOTE_FLOATS + (thread >> LOG_LANES_PER_ROW) * NOTE_WORDS
-        address = self.notes.iterator.toint() + 4 * place
+        """Where that of the thread's rows is: those of consumers follow each other, as their threads do."""
+        consumers = self.memory.shape[1]
+        of_run = Int64(cute.arch.block_idx()[0] * self.notes.shape[1] + run) * (4 * NOTE_FLOATS * consumers)
+        thread = pin(cute.arch.thread_idx()[0], Int32) - self.first_thread
+        of_rows = (thread >> LOG_LANES_PER_ROW) * (4 * NOTE_WORDS)
+        address = self.notes.iterator.toint() + of_run + Int64(of_rows)
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * NOTE_WORDS)
         return cute.make_tensor(pointer, cute.make_layout(NOTE_WORDS))

@@ -22,7 +22,7 @@ class ExactSoftmax(OnlineSoftmax):
 
     The scale of a V block is the ``unit`` of O: O is kept as a multiple of that of the last block, and multiplied by
     the quotient of two units together with ``row_scale`` when they differ. Neighbouring blocks mostly have the same,
-    since the quantizer's are powers of two; then this costs nothing. P depends on the scores alone.
+    since the quantizer's are powers of 16; then this costs nothing. P depends on the scores alone.
 
     ``tile_scales`` are (scales of Q, factors of the output, queries that share a scale), ``slots`` what
     ``enter_block`` finds a block's scales in: softmax_scale log2(e) s_k, and the unit, which is s_v unless that is too
