@@ -30,6 +30,7 @@ KERNELS = ",".join(
         "hopper_quantize_bf16_d128_*",
         f"{FP8}_causal_m128n128s4_r240_24_nopingpong_late_lagging_poly3",
         f"{FP8}_causal_m128n128s4_r240_24_nopingpong_late_window_lagging_poly3",
+        f"{FP8}_full_m128n128s4_r240_24_nopingpong_late_lagging_poly3",
         f"{FP8}_full_m192n128s4_r160_32_nopingpong_late_half_poly5",
         f"{FP8}_full_m128n128s4_r240_24_poly2_twolevel",
         "hopper_decode_bf16_d128_*_m32n128s2b64_paged",
