@@ -185,13 +185,22 @@ class ForwardConfig:
     def walks_apart(self) -> bool:
         """Whether a consumer warpgroup visits the key blocks that its own rows see, and leaves out the others of its
         tile. Where they take no turns, none waits for one that has left. Without a mask only warpgroups without a query
-        leave blocks out: at head_dim 128, with blocks of 176 keys. At 256 nothing is gained, and of two warpgroups in
-        e4m3 it has not been measured.
+        leave blocks out: at head_dim 128, with blocks of 176 keys. At 256 nothing is gained.
         """
         is_masked = self.causal or self.window
-        has_parts = self.consumers > 2 or (self.consumers == 2 and self.element_bytes == 2)
+        has_parts = self.consumers > 2 or (self.consumers == 2 and self.two_walk_apart)
         is_known = is_masked or (self.cuts_first_product and self.head_dim == 128)
         return is_known and has_parts and self.warp_specialized and not self.ping_pong
+
+    @property
+    def two_walk_apart(self) -> bool:
+        """Whether two warpgroups do what three always do (``walks_apart``)."""
+        return True
+
+    @property
+    def shares_first_block(self) -> bool:
+        """Whether warpgroups that visit the same blocks work each on the keys of the first one that its rows see."""
+        return self.has_short_beginnings
 
     @property
     def first_widths(self) -> tuple[int, ...]:
@@ -202,12 +211,16 @@ class ForwardConfig:
         if self.cuts_first_product:
             return ENDING_WIDTHS[self.head_dim, self.tile_n, self.causal]
         is_wide = self.tile_n >= 2 * WARPGROUP_ROWS and self.tile_n % 32 == 0
-        has_registers = self.compares_bits or self.score_dtype == "float16"
-        if not (self.walks_apart and is_wide and has_registers):
+        if not (self.walks_apart and is_wide and self.has_registers_for_parts):
             return ()
         if self.tile_n % WARPGROUP_ROWS:
             return (self.tile_n // 2,)
         return tuple(range(WARPGROUP_ROWS, self.tile_n, WARPGROUP_ROWS))
+
+    @property
+    def has_registers_for_parts(self) -> bool:
+        """Whether scores of a part of a block, beside those of whole ones, leave no thread short of registers."""
+        return self.compares_bits
 
     @property
     def cuts_first_product(self) -> bool:

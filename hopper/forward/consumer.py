@@ -77,7 +77,7 @@ class Consumer(LoopInvariant):
         self.loads.await_queries()
         of_q = q_state(self.config, self.wg, q_turn)
         self.pipes.q.consumer_wait(of_q)
-        self._queries_have_come(of_q.index)
+        self._queries_have_come()
         self.queries.read(of_q.index)
         self.output.clear()
         if const_expr(self.config.pipelined):
@@ -99,8 +99,8 @@ class Consumer(LoopInvariant):
             kv_state.advance()
         return kv_state
 
-    def _queries_have_come(self, stage: Int32):
-        """Before the first Q K^T of a tile, whose Q lies in ``stage``."""
+    def _queries_have_come(self):
+        """Before the first Q K^T of a tile."""
 
     @cute.jit
     def _attend_pipelined(

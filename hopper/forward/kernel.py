@@ -476,7 +476,7 @@ class ForwardKernel:
         """Those of the tile's ``blocks`` that a warpgroup visits: all, but for warpgroups that walk apart."""
         if self.config.walks_apart:
             return PartOfBlocks.of(blocks, wg, self.config.consumers)
-        if self.config.has_short_beginnings:
+        if self.config.shares_first_block:
             return SharedBlocks.of(blocks, wg, self.config.consumers)
         return blocks
 

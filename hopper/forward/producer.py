@@ -79,7 +79,8 @@ class Producer(LoopInvariant):
             self._load_q(tQsQ, tQgQ, m_block, wg, q_turn)
             self._load_few_keys(blocks, head_kv, wg, q_turn)
         if const_expr(c.loads_k_ahead):
-            kv_state = self._load_ahead(blocks, first, (tKsK, tKgK), (tVsV, tVgV), kv_state)
+            tensors = (tKsK, tKgK), (tVsV, tVgV)
+            kv_state = self._load_ahead(blocks, head_kv, first, tensors, kv_state, word)
             self._load_few_values(blocks, head_kv, q_turn)
             return kv_state
         for pipe in self.pipes.o:
@@ -148,17 +149,22 @@ class Producer(LoopInvariant):
     def _load_ahead(
         self,
         blocks: KeyBlocks,
+        head_kv: Int32,
         n_block: Int32,
-        of_k: tuple[cute.Tensor, cute.Tensor],
-        of_v: tuple[cute.Tensor, cute.Tensor],
+        tensors: tuple[tuple[cute.Tensor, cute.Tensor], tuple[cute.Tensor, cute.Tensor]],
         kv_state: pipeline.PipelineState,
+        word: NoWord,
     ) -> pipeline.PipelineState:
-        """What follows K of the first block, ``n_block``: V of each block behind K of the next. There are two stages or
-        more, and a consumer releases K of a block before it asks for V of it, so that neither waits for the other."""
+        """What follows K of the first block, ``n_block``: V of each block behind K of the next. ``tensors`` are those
+        of K and V. There are two stages or more, and a consumer releases K of a block before it asks for V of it, so
+        that neither waits for the other."""
+        of_k, of_v = tensors
         for step in cutlass.range(blocks.count - 1, unroll=1):
             k_state = kv_state.clone()
             k_state.advance()
             following = blocks.number(blocks.end - 2 - step)
+            word.of_block(blocks.count - 1 - step)
+            self.scales.publish(head_kv, blocks.seqlens, following, producer_slot(k_state))
             self._load(self.pipes.k, self.k.atom, *of_k, following, k_state)
             self._load(self.pipes.v, self.v.atom, *of_v, n_block, kv_state)
             n_block = following

@@ -116,6 +116,7 @@ def length_bounds() -> tuple[int, ...]:
         tilings.WINDOW_TILINGS,
         fp8_tilings.FP8_TILINGS,
         fp8_tilings.FP8_HALF_SCORES_TILINGS,
+        fp8_tilings.FP8_LOWERED_TILINGS,
         fp8_tilings.FP8_RETURNED_LSE_TILINGS,
         fp8_tilings.FP8_ROW_TILINGS,
         fp8_tilings.FP8_HALF_ROW_TILINGS,

@@ -440,11 +440,16 @@ def test_invalid_fp8_fields_are_named():
 
 
 @pytest.mark.parametrize(
-    "layout, seqlen_k, apart",
-    [(DENSE, 1024, True), (DENSE, 2048, True), (VARLEN, 0, True), (DENSE, 9000, False)],
+    ("layout", "seqlen_k", "softmax"),
+    [
+        (DENSE, 1100, Softmax.EAGER),
+        (DENSE, 2048, Softmax.LAGGING),
+        (VARLEN, 0, Softmax.LAGGING),
+        (DENSE, 9000, Softmax.HALF_SCORES),
+    ],
 )
 def test_scores_that_fit_float16_lie_in_float32_where_the_lse_would_become_coarser(
-    layout: str, seqlen_k: int, apart: bool
+    layout: str, seqlen_k: int, softmax: Softmax
 ) -> None:
     """Causal at head_dim 64, where float16 came last; elsewhere what is faster serves calls with the LSE too."""
     block_k = 128 if layout == VARLEN else 0
@@ -460,5 +465,5 @@ def test_scores_that_fit_float16_lie_in_float32_where_the_lse_would_become_coars
         layout=layout,
     )
     assert of(without_lse=True).softmax is Softmax.HALF_SCORES
-    assert of().softmax is (Softmax.LAGGING if apart else Softmax.HALF_SCORES)
+    assert of().softmax is softmax
     assert not of(without_lse=True).lowers_queries

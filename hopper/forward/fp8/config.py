@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from cute_kernels.problem import DENSE, SCORE_FEATURES
+from cute_kernels.problem import DENSE, MAX_HEAD_DIM, SCORE_FEATURES
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 
 FP8_DTYPE = "float8_e4m3fn"
@@ -95,6 +95,25 @@ class Fp8ForwardConfig(ForwardConfig):
         if not is_half or self.v_rows or self.lowers_queries or self.consumers < 3:
             return False
         return self.run_blocks > 0 if self.causal else self.head_dim == 128
+
+    @property
+    def two_walk_apart(self) -> bool:
+        """At head_dim 256: where lengths are no whole tiles calls take 0.4 to 7 % less, else as long. Packed kernels
+        spill then (`fp8_wide_loads.json`, as below)."""
+        is_plain = self.layout == DENSE and not self.v_rows and not self.two_level
+        is_known = self.softmax in (Softmax.HALF_SCORES, Softmax.EAGER) and self.head_dim == MAX_HEAD_DIM
+        return is_plain and is_known
+
+    @property
+    def has_registers_for_parts(self) -> bool:
+        return self.score_dtype == "float16" or (self.softmax is Softmax.EAGER and self.consumers == 2)
+
+    @property
+    def loads_k_ahead(self) -> bool:
+        """Where there are two stages, which is at head_dim 256. A consumer gives K of a block back while the product of
+        V before it runs. In the other order the load of K would wait behind that of V: up to 3.0 % of the time. With
+        three stages or four calls take 0 to 4 % longer by it (`fp8_wide_loads.json`)."""
+        return self.stages == 2 and self.pipelined and not self.v_rows
 
     @property
     def finds_ends_early(self) -> bool:
@@ -204,30 +223,43 @@ class Fp8ForwardConfig(ForwardConfig):
         return self.run_blocks > 0 and self.causal and self.head_dim == 64
 
     @property
+    def _is_for_few_keys(self) -> bool:
+        """Whether this is ``FEW_KEYS`` of ``tilings.py`` up to head_dim 128, whose tiles are short, and whose threads
+        have registers left for what makes their ends shorter (`fp8_short_peaky.json`)."""
+        return self.softmax is Softmax.EAGER and not self.two_level and self.head_dim <= 128
+
+    @property
     def _gains_by_second_q(self) -> bool:
         """At head_dim 128 where keys are few, and tiles short for what stands between two of them. Others, as ptxas
         then orders their inner loop, take up to 2 % longer with scores in float16, 4 at head_dim 64 with peaky ones, 6
         where sequences are packed (`second_q.json`)."""
-        is_known = self.softmax is Softmax.LAGGING and self.head_dim == self.tile_n == 128
-        return is_known and self.is_plain and not self.v_rows
+        return self._is_for_few_keys and self.head_dim == 128 and self.is_plain and not self.v_rows
+
+    @property
+    def shares_first_block(self) -> bool:
+        """Also where the producer transposes V and beginnings are short, and where keys are few: 2 to 6 % of a call at
+        head_dim 64, 1 to 3 at 128. Lowered queries leave no registers for it."""
+        return self.has_short_beginnings or (self._is_for_few_keys and self.causal and self.is_plain)
 
     @property
     def first_widths(self) -> tuple[int, ...]:
-        """Also where two warpgroups visit the same blocks: of a diagonal one the first sees half. Lowered queries leave
-        no registers for it."""
-        if self.has_short_beginnings and self.tile_n == 2 * WARPGROUP_ROWS:
+        """Also where two warpgroups visit the same blocks: of a diagonal one the first sees half."""
+        if self.shares_first_block and self.tile_n == 2 * WARPGROUP_ROWS:
             return (WARPGROUP_ROWS,)
         return super().first_widths
 
     @property
     def has_divisors(self) -> bool:
         """Whether there are registers for them: kernels that take each maximum, under a causal mask, and stage O have
-        none left."""
-        return self._has_short_ends or not (self.causal and self.softmax is Softmax.EAGER)
+        none left at head_dim 256. Where keys are few they are worth 4 to 7 % of a causal call."""
+        is_short_of_them = self.causal and self.softmax is Softmax.EAGER and not self._is_for_few_keys
+        return self._has_short_ends or not is_short_of_them
 
     @property
     def finalizes_early(self) -> bool:
-        return self._has_short_ends or self._gains_in_runs
+        """At head_dim 128 where keys are few too: 1 to 3 % of a causal call, 0 to 3 of others."""
+        few_keys = self._is_for_few_keys and self.head_dim == 128
+        return self._has_short_ends or self._gains_in_runs or few_keys
 
     @property
     def starts_early(self) -> bool:

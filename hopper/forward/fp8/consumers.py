@@ -34,9 +34,6 @@ class LaggingConsumer(Consumer):
         self._begin_walk(scores, blocks)
         return super().attend(scores, blocks, kv_state, q_turn, ending)
 
-    def _queries_have_come(self, stage: Int32):
-        self.softmax.find_queries(stage)
-
     def _begin_walk(self, scores: ScoreTile, blocks: KeyBlocks):
         """Before the first block of a tile."""
         self.softmax.begin_walk(blocks)
@@ -197,7 +194,7 @@ class HalfScoresConsumer(LaggingConsumer):
         run = divide(behind, self.config.mean_blocks)
         return run, behind - run * self.config.mean_blocks
 
-    def _queries_have_come(self, stage: Int32):
+    def _queries_have_come(self):
         self.softmax.lower_queries()
 
     def _clear_P(self):

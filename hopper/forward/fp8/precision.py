@@ -120,9 +120,8 @@ class BlockScaled(SixteenBits):
     def _warp_scores(self, storage: Any) -> WarpScores:
         """Q and K as words, for the scores that a warp computes again by itself."""
         c, dtype = self.config, DSL_DTYPES[self.config.dtype]
-        layout_q = swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers * c.q_stages, dtype)
+        layout_q = swizzled_layout(WARPGROUP_ROWS, c.head_dim, c.consumers, dtype)
         layout_k = swizzled_layout(c.tile_n, c.head_dim, c.stages, dtype)
         sQ, sK = storage.sQ.get_tensor(layout_q.outer), storage.sK.get_tensor(layout_k.outer)
         words = (cute.recast_tensor(operand, Int32) for operand in (sQ, sK))
-        stage_of_q = (cute.make_rmem_tensor(1, Int32),) if c.q_stages > 1 else ()
-        return WarpScores(*words, swizzle_bytes(c.head_dim), 1, stage_of_q)
+        return WarpScores(*words, swizzle_bytes(c.head_dim), 1)

@@ -44,33 +44,48 @@ def wide_rows(kind: Callable[..., Tiling], *tiles: Any, **fields: Any) -> Tiling
     return kind(*tiles, v_rows=True, **fields)
 
 
+FEW_KEYS = {
+    64: eager(128, 128, 4, polynomial_pairs=3),
+    128: eager(128, 128, 4, polynomial_pairs=3),
+    256: eager(128, 128, 2),
+}
+"""By head_dim, for short sequences, whose tiles are over before a stale maximum pays: each block takes its maximum, and
+none has to be repaired (`fp8_short_peaky.json`)."""
+
+
+def few_keys(head_dim: int, most: int) -> Tiling:
+    """For sequences of up to ``most`` keys."""
+    return replace(FEW_KEYS[head_dim], max_seqlen_k=most)
+
+
 FP8_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     (64, False): (
+        few_keys(64, 1024),
         lagging(192, 128, 4, polynomial_pairs=4),
         exact(192, 64, 4, polynomial_pairs=3),
     ),
     (64, True): (
-        lagging(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
+        few_keys(64, 1536),
         lagging(192, 128, 4, polynomial_pairs=4),
         exact(192, 64, 4, polynomial_pairs=3),
     ),
     (128, False): (
-        lagging(128, 128, 4, max_seqlen_k=1280),
+        few_keys(128, 1280),
         lagging(128, 192, 3),
         exact(128, 64, 4, polynomial_pairs=2),
     ),
     (128, True): (
-        lagging(128, 128, 4, max_seqlen_k=2560),
+        few_keys(128, 4096),
         lagging(128, 192, 3),
         exact(128, 64, 4, polynomial_pairs=2),
     ),
     (256, False): (
-        eager(128, 128, 2, max_seqlen_k=768),
+        few_keys(256, 1280),
         lagging(128, 128, 2, polynomial_pairs=0),
         exact(128, 64, 4, ping_pong=False),
     ),
     (256, True): (
-        eager(128, 128, 2, max_seqlen_k=1536),
+        few_keys(256, 2560),
         lagging(128, 128, 2, polynomial_pairs=0),
         exact(128, 64, 4, ping_pong=False),
     ),
@@ -82,33 +97,35 @@ blocks: that without a mask, unless it is told of one."""
 
 FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     (64, False): (
-        lagging(192, 128, 4, polynomial_pairs=4, max_seqlen_k=1024),
+        few_keys(64, 512),
         half_scores(192, 128, 4, max_seqlen_k=4096),
         half_scores(192, 192, 4),
         *FP8_TILINGS[64, False],
     ),
     (64, True): (
-        lagging(128, 128, 4, polynomial_pairs=4, max_seqlen_k=768),
+        few_keys(64, 1024),
         half_scores(192, 128, 4, max_seqlen_k=2560),
         half_scores(192, 192, 4),
         half_scores(192, 128, 4),
         *FP8_TILINGS[64, True],
     ),
     (128, False): (
+        few_keys(128, 512),
         half_scores(192, 128, 4),
         *FP8_TILINGS[128, False],
     ),
     (128, True): (
-        lagging(128, 128, 4, max_seqlen_k=1536),
+        few_keys(128, 1024),
         half_scores(192, 128, 4),
         *FP8_TILINGS[128, True],
     ),
     (256, False): (
+        few_keys(256, 640),
         half_scores(128, 128, 2, polynomial_pairs=2),
         *FP8_TILINGS[256, False],
     ),
     (256, True): (
-        eager(128, 128, 2, max_seqlen_k=1536),
+        few_keys(256, 1536),
         half_scores(128, 128, 2, polynomial_pairs=1),
         *FP8_TILINGS[256, True],
     ),
@@ -116,21 +133,23 @@ FP8_HALF_SCORES_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
 """As ``FP8_TILINGS``, for Q and K whose scores fit float16, or are made to where nobody gets the LSE
 (``lowers_queries``)."""
 
+FP8_LOWERED_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
+    (64, False): (few_keys(64, 1024), *FP8_HALF_SCORES_TILINGS[64, False][1:]),
+}
+"""In place of those of ``FP8_HALF_SCORES_TILINGS`` where scores are made to fit: that takes part of a tile's time, the
+more of it the fewer keys there are."""
+
 FP8_RETURNED_LSE_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
+    (64, False): (few_keys(64, 1024), *FP8_HALF_SCORES_TILINGS[64, False]),
     (64, True): (
-        lagging(128, 128, 4, polynomial_pairs=4, max_seqlen_k=1536),
+        few_keys(64, 1536),
         lagging(192, 128, 4, polynomial_pairs=4, max_seqlen_k=2560),
         half_scores(192, 192, 4),
         *FP8_TILINGS[64, True],
     ),
-    (128, False): (
-        lagging(128, 128, 4, max_seqlen_k=1280),
-        *FP8_HALF_SCORES_TILINGS[128, False],
-    ),
-    (256, False): (
-        eager(128, 128, 2, max_seqlen_k=768),
-        *FP8_HALF_SCORES_TILINGS[256, False],
-    ),
+    (128, False): (few_keys(128, 1280), *FP8_HALF_SCORES_TILINGS[128, False]),
+    (128, True): (few_keys(128, 1536), *FP8_HALF_SCORES_TILINGS[128, True]),
+    (256, False): (few_keys(256, 768), *FP8_HALF_SCORES_TILINGS[256, False]),
 }
 """In place of those of ``FP8_HALF_SCORES_TILINGS`` where scores fit float16 and someone gets the LSE, which scores in
 float32 make three times as fine: with scores in float16 the sum of a tile's first block has P as e4m3 rounds them, and
@@ -152,8 +171,14 @@ NARROW_KEYS = 64
 """Keys of a tile that is slower than wider ones, but divides most blocks."""
 
 
+FEW_ROWS = {
+    head_dim: wide_rows(eager, 128, 128, 3, polynomial_pairs=3, registers=TWO_CONSUMERS_TRANSPOSING)
+    for head_dim in (64, 128)
+}
+"""``FEW_KEYS`` for V in rows."""
+
 FP8_ROW_TILINGS: dict[int, tuple[Tiling, ...]] = {
-    64: (rows(192, 128, 3, polynomial_pairs=3), rows(192, 64, 3, polynomial_pairs=3)),
+    64: (FEW_ROWS[64], rows(192, 64, 3, polynomial_pairs=3)),
     128: (rows(128, 128, 2, polynomial_pairs=2), rows(128, 64, 3, polynomial_pairs=2)),
     256: (rows(128, 64, 2),),
 }
@@ -162,9 +187,14 @@ FP8_ROW_TILINGS: dict[int, tuple[Tiling, ...]] = {
 FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     (64, False): FP8_ROW_TILINGS[64],
     (64, True): FP8_ROW_TILINGS[64],
-    (128, False): (wide_rows(half_scores, 192, 128, 3), *FP8_ROW_TILINGS[128]),
+    (128, False): (
+        replace(FEW_ROWS[128], max_seqlen_k=1280),
+        wide_rows(half_scores, 192, 128, 3),
+        *FP8_ROW_TILINGS[128],
+    ),
     (128, True): (
-        replace(FP8_ROW_TILINGS[128][0], max_seqlen_k=640),
+        replace(FP8_ROW_TILINGS[128][0], max_seqlen_k=384),
+        replace(FEW_ROWS[128], max_seqlen_k=1280),
         wide_rows(half_scores, 192, 128, 3),
         *FP8_ROW_TILINGS[128],
     ),
@@ -342,9 +372,13 @@ def _fp8_tilings(
         return (FP8_TWO_LEVEL_ROW_TILINGS if v_rows else FP8_TWO_LEVEL_TILINGS)[head_dim]
     if v_rows:
         return FP8_HALF_ROW_TILINGS[head_dim, causal] if without_lse else FP8_ROW_TILINGS[head_dim]
-    if half_scores and not without_lse and (head_dim, causal) in FP8_RETURNED_LSE_TILINGS:
-        return FP8_RETURNED_LSE_TILINGS[head_dim, causal]
-    return (FP8_HALF_SCORES_TILINGS if half_scores or without_lse else FP8_TILINGS)[head_dim, causal]
+    if not (half_scores or without_lse):
+        return FP8_TILINGS[head_dim, causal]
+    usual = FP8_HALF_SCORES_TILINGS[head_dim, causal]
+    if without_lse and half_scores:
+        return usual
+    special = FP8_LOWERED_TILINGS if without_lse else FP8_RETURNED_LSE_TILINGS
+    return special.get((head_dim, causal), usual)
 
 
 def _build(tiling: Tiling, head_dim: int, causal: bool, output: str) -> Fp8ForwardConfig:

@@ -28,7 +28,7 @@ class WarpScores(LoopInvariant):
 
     ``mQ`` is (rows, words, stages), ``mK`` (keys, words, stages), each word four e4m3 of a row. Their layouts say
     where a word would be without the swizzle, which is over ``swizzle_bytes``. The warpgroups that compute follow
-    ``other_warpgroups``. ``stage_of_q`` is empty where Q of each lies in the stage of its number, or keeps the stage.
+    ``other_warpgroups``, and Q of each lies in the stage of its number.
     mma.sync m16n8k16 gives each thread the elements of a 16 x 8 tile that WGMMA gives it of a 64 x 8 one, so nothing
     has to move. It sums in float32, where FP8 WGMMA drops what is below 2^-13 of the largest product.
     """
@@ -37,7 +37,6 @@ class WarpScores(LoopInvariant):
     mK: cute.Tensor
     swizzle_bytes: int
     other_warpgroups: int
-    stage_of_q: tuple[cute.Tensor, ...] = ()
 
     @cute.jit
     def compute(self, acc_S: cute.Tensor, stage: Int32, groups: cutlass.Constexpr[tuple[int, ...]]):
@@ -51,8 +50,6 @@ class WarpScores(LoopInvariant):
         warp, lane = thread // WARP_THREADS, thread % WARP_THREADS
         wg, warp_in_group = warp // WARPS_PER_WARPGROUP, warp % WARPS_PER_WARPGROUP
         stage_of_q = wg - self.other_warpgroups
-        for kept in self.stage_of_q:
-            stage_of_q = kept[0]
         row, word = warp_in_group * ROWS_PER_WARP + lane // LANES_PER_ROW, lane % LANES_PER_ROW
         key = lane // LANES_PER_ROW
         for step in cutlass.range(cute.size(self.mQ, mode=[1]) // WORDS_PER_STEP, unroll=1):

@@ -76,11 +76,6 @@ class LaggingSoftmax(StaleMaximumSoftmax):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
         self.scores = scores
 
-    def find_queries(self, stage: Int32):
-        """Once a tile, when its Q has come to ``stage``."""
-        for kept in self.scores.stage_of_q:
-            kept[0] = stage
-
     @staticmethod
     def how_a_tile_begins(blocks: KeyBlocks) -> tuple[Any, Any]:
         """Wary in the first blocks without a mask: else this took 1.5 times as long where some tokens are large."""
