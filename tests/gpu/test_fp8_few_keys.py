@@ -32,11 +32,12 @@ def compiled_kernels() -> None:
 def drawn(
     lengths: tuple[int, int], head_dim: int, factor: float, batch: int = 2
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries so many times N(0, 1), and one key of 64 twenty times as large; four heads over two."""
+    """Queries so many times N(0, 1), four heads over two. Where that is once, one key of 64 is 20 times as large."""
     generator = torch.Generator("cuda").manual_seed(lengths[0] + head_dim)
     shapes = (batch, lengths[0], 4, head_dim), *(2 * [(batch, lengths[1], 2, head_dim)])
     q, k, v = (torch.randn(shape, device="cuda", generator=generator) for shape in shapes)
-    k[:, ::64] *= 20
+    if factor == 1:
+        k[:, ::64] *= 20
     return (factor * q).bfloat16(), k.bfloat16(), v.bfloat16()
 
 
@@ -69,4 +70,5 @@ def test_windows_of_few_keys_are_the_causal_call_where_they_hide_nothing() -> No
         dense = flash_attn_fp8_func(q, k, v, causal=True).float()
         windowed = flash_attn_fp8_func(q, k, v, causal=True, window_size=(498, 0)).float()
         # The last query alone sees a key less. Both round P alike, but sum parts of a first block in another order.
-        assert ((windowed - dense).norm() / dense.norm()).item() < 2e-2
+        same = (windowed - dense)[:, :-1].norm() / dense[:, :-1].norm()
+        assert same.item() < 2e-2

@@ -140,7 +140,6 @@ FP8_LOWERED_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
 more of it the fewer keys there are."""
 
 FP8_RETURNED_LSE_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
-    (64, False): (few_keys(64, 1024), *FP8_HALF_SCORES_TILINGS[64, False]),
     (64, True): (
         few_keys(64, 1536),
         lagging(192, 128, 4, polynomial_pairs=4, max_seqlen_k=2560),
@@ -148,7 +147,6 @@ FP8_RETURNED_LSE_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         *FP8_TILINGS[64, True],
     ),
     (128, False): (few_keys(128, 1280), *FP8_HALF_SCORES_TILINGS[128, False]),
-    (128, True): (few_keys(128, 1536), *FP8_HALF_SCORES_TILINGS[128, True]),
     (256, False): (few_keys(256, 768), *FP8_HALF_SCORES_TILINGS[256, False]),
 }
 """In place of those of ``FP8_HALF_SCORES_TILINGS`` where scores fit float16 and someone gets the LSE, which scores in
