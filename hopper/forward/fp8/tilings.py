@@ -186,7 +186,7 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     (64, False): FP8_ROW_TILINGS[64],
     (64, True): FP8_ROW_TILINGS[64],
     (128, False): (
-        replace(FEW_ROWS[128], max_seqlen_k=1280),
+        replace(FEW_ROWS[128], max_seqlen_k=512),
         wide_rows(half_scores, 192, 128, 3),
         *FP8_ROW_TILINGS[128],
     ),
