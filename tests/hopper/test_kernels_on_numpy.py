@@ -337,10 +337,8 @@ def test_fp8_forward_transposes_v() -> None:
     parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False))
     with_rows = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128, v_rows=True)
     without = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128)
-    tiles = {"tile_m": with_rows.tile_m, "tile_n": with_rows.tile_n, "stages": 2}
-    without = replace(without, **tiles, softmax=Softmax.EXACT)
-    without = replace(without, ping_pong=with_rows.ping_pong, late_rescale=with_rows.late_rescale)
-    without = replace(without, registers=Registers(160, 32), polynomial_pairs=with_rows.polynomial_pairs)
+    assert with_rows.v_rows and not without.v_rows and with_rows.first_widths == without.first_widths
+    assert replace(without, v_rows=True, stages=with_rows.stages, registers=with_rows.registers) == with_rows
     out, lse = fp8_forward_on_numpy(with_rows, parts, 0.125, LATE)
     expected, expected_lse = fp8_forward_on_numpy(without, parts, 0.125, LATE)
     # What the compiler contracts to an FMA in the sums of rows differs between the two.

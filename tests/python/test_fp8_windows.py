@@ -105,7 +105,7 @@ def test_the_kernel_is_given_the_sides(recorder: Recorder) -> None:
     flash_attn_quantized_func(parts)
     (config, plain), calls = dict.fromkeys(recorder.configs), recorder.calls
     assert isinstance(config, Fp8ForwardConfig) and config.window and not plain.window
-    assert config.softmax is Softmax.LAGGING and plain.softmax is Softmax.LAGGING
+    assert config.softmax is Softmax.EAGER and plain.softmax is Softmax.EAGER
     given = [(40, 20), (41, 22), (50, NO_LIMIT)]
     assert [call[-6:-1] for call in calls[:3]] == [(*sides, None, None, None) for sides in given]
     assert len(calls[3]) == len(calls[0]) - 5
