@@ -78,7 +78,9 @@ def test_short_ends() -> None:
 def test_k_is_loaded_ahead_where_there_are_two_stages() -> None:
     configs = *shipped_fp8_forward_configs(), *shipped_long_fp8_forward_configs()
     assert {c.head_dim for c in configs if c.loads_k_ahead} == {256}
-    assert all(c.loads_k_ahead == (c.stages == 2) for c in configs if c.pipelined and not c.v_rows)
+    others = [c for c in configs if c.pipelined and not c.v_rows and c.softmax is not Softmax.LAGGING]
+    assert all(c.loads_k_ahead == (c.stages == 2) for c in others)
+    assert not any(c.loads_k_ahead for c in configs if c.softmax is Softmax.LAGGING)
 
 
 def test_two_warpgroups_walk_apart_at_head_dim_256_alone() -> None:

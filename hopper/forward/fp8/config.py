@@ -112,8 +112,10 @@ class Fp8ForwardConfig(ForwardConfig):
     def loads_k_ahead(self) -> bool:
         """Where there are two stages, which is at head_dim 256. A consumer gives K of a block back while the product of
         V before it runs. In the other order the load of K would wait behind that of V: up to 3.0 % of the time. With
-        three stages or four calls take 0 to 4 % longer by it (`fp8_wide_loads.json`)."""
-        return self.stages == 2 and self.pipelined and not self.v_rows
+        three stages or four calls take 0 to 4 % longer by it (`fp8_wide_loads.json`). ``LAGGING`` gives K back when a
+        block is over, so that V would be late."""
+        gives_back_early = self.softmax in (Softmax.HALF_SCORES, Softmax.EAGER)
+        return self.stages == 2 and gives_back_early and self.pipelined and not self.v_rows
 
     @property
     def finds_ends_early(self) -> bool:
