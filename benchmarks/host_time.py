@@ -80,6 +80,11 @@ def dense_calls() -> dict[str, Call]:
     leaves = [draw(1, 128, 2, 128, requires_grad=True) for _ in range(3)]
     # The parts, and the output, of a call like earlier ones, as most are.
     *_, parts = [quantize_qkv(q, k, v) for _ in range(3)]
+    codes = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    grouped = [draw(1, 128, 8, 128).to(torch.float8_e4m3fn), *codes[1:]]
+    of_rows = draw(1, 4096, 2, 128).to(torch.float8_e4m3fn), *codes[1:]
+    names = "q_descale", "k_descale", "v_descale"
+    scales = {name: torch.ones(1, 2, device=DEVICE) for name in names}
     *_, out = [flash_attn_func(*leaves) for _ in range(3)]
     dout, last = draw(1, 128, 2, 128), leaves[0]
     for _ in range(LAYERS):
@@ -96,6 +101,12 @@ def dense_calls() -> dict[str, Call]:
     return {
         "forward, 16 bits": partial(flash_attn_func, q, k, v),
         "forward, on quantized parts": partial(flash_attn_quantized_func, parts),
+        "forward, e4m3 with descales": partial(flash_attn_func, *codes, **scales),
+        "forward, e4m3 with descales, grouped heads": partial(flash_attn_func, *grouped, **scales),
+        "forward, e4m3 with descales, many queries": partial(flash_attn_func, *of_rows, **scales),
+        "forward, e4m3 with descales, an exact LSE": partial(
+            flash_attn_func, *codes, return_attn_probs=True, **scales
+        ),
         "quantize_qkv": partial(quantize_qkv, q, k, v),
         "quantize_qkv and attention to its parts": lambda: flash_attn_quantized_func(quantize_qkv(q, k, v)),
         "flash_attn_fp8_func": partial(flash_attn_fp8_func, q, k, v),

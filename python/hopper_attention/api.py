@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from hopper_attention import autograd, checks, dense_again, features
+from hopper_attention import autograd, checks, dense_again, descaled_again, features
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
 from hopper_attention.function_autograd import DenseCall, attend_with_functions
@@ -313,10 +313,17 @@ def flash_attn_func(
             dense_again.remember(q, k, v, flags, records_gradient=True)
             return results if return_attn_probs else results[0]
     descales = (q_descale, k_descale, v_descale)
-    options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
     is_exact = checks.check_exact_lse(exact_lse, return_attn_probs)
+    flags_8 = causal, backend, two_level_accumulation, sm_margin, return_attn_probs, is_exact, sides
+    if scores is NO_SCORES:
+        found_8 = descaled_again.attend(q, k, v, descales, softmax_scale, flags_8)
+        if found_8 is not None:
+            return found_8 if return_attn_probs else found_8[0]
+    options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
     of_fp8 = two_level_accumulation, return_attn_probs, is_exact
     results = _call_operator(q, k, v, softmax_scale, descales, options, of_fp8)
+    if scores is NO_SCORES and q.dtype == FP8_DTYPE:
+        descaled_again.remember(q, k, v, descales, flags_8)
     return results if return_attn_probs else results[0]
 
 

@@ -10,7 +10,12 @@ import torch
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import check_problem_size
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.fp8.tilings import select_fp8_forward_config, transposes_v, with_runs
+from hopper.forward.fp8.tilings import (
+    are_few_tiles,
+    select_fp8_forward_config,
+    transposes_v,
+    with_runs,
+)
 from hopper_attention import checks
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
@@ -76,12 +81,13 @@ class Fp8Problem(NamedTuple):
     @property
     def kind(self) -> Fp8AttentionProblem:
         """What of it decides on the kernel."""
-        (_, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = self.q_shape, self.k_shape
+        (batch, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = self.q_shape, self.k_shape
         head_dim_v = self.v_shape[3]
         group = heads // max(kv_heads, 1)
-        queries = seqlen_q * group
+        queries, rows = seqlen_q * group, seqlen_q
         if self.causal:
             queries -= queries * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1)
+            rows -= rows * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1)
         transposes = self.v_rows and self.block_k == ONE_BLOCK and not self.exact_lse
         half = self.without_lse and not self.two_level and self.window == FULL_SIDES
         transposes = transposes and transposes_v(head_dim, head_dim_v, self.causal, queries, half, group)
@@ -103,6 +109,7 @@ class Fp8Problem(NamedTuple):
             half_scores=self.half_scores,
             exact_lse=self.exact_lse,
             without_lse=self.without_lse,
+            few_tiles=self.without_lse and are_few_tiles(batch * heads, rows, self.causal),
         )
 
 
@@ -230,7 +237,7 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     p = problem
     layout = VARLEN if p.is_packed else DENSE
     flags = p.transposes, p.two_level, p.half_scores, p.has_window
-    options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse
+    options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse, p.few_tiles
     dtype = DTYPE_NAMES[p.out_dtype]
     config = select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
     return with_runs(config, p.longest_k)

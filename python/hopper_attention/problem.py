@@ -72,6 +72,7 @@ class Fp8AttentionProblem(AttentionProblem):
             is transposed before.
         without_lse: nobody gets the LSE, so that scores that do not fit float16 may be made to, and more of those that
             fit lie in it (``select_fp8_forward_config``).
+        few_tiles: so few queries that tiles of fewer rows leave fewer multiprocessors without one (``are_few_tiles``).
     """
 
     block_k: int = ONE_BLOCK
@@ -82,6 +83,7 @@ class Fp8AttentionProblem(AttentionProblem):
     half_scores: bool = False
     exact_lse: bool = False
     without_lse: bool = False
+    few_tiles: bool = False
 
 
 PackedKeys = Literal["few", "usual", "many"]

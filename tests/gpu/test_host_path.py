@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from hopper_attention import (
     dense_again,
+    descaled_again,
     device_memory,
     flash_attn_fp8_func,
     flash_attn_func,
@@ -232,6 +234,16 @@ def attend_to_parts(inputs) -> Tensor:
     return flash_attn_quantized_func(quantize_qkv(inputs.q, inputs.k, inputs.v), causal=True)
 
 
+def attend_to_e4m3(inputs, heads: int = 4, repeats: int = 1, **options: Any) -> Tensor:
+    """Of tensors that come as e4m3, with descales: so many heads of queries, each so often."""
+    q = inputs.q[:, :, :heads].repeat(1, repeats, 1, 1)
+    codes = [x.to(torch.float8_e4m3fn) for x in (q, inputs.k, inputs.v)]
+    scales = [x.float().abs().amax((1, 3)) for x in (inputs.k, inputs.k, inputs.v)]
+    named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    results = flash_attn_func(*codes, causal=True, **named, **options)
+    return results if isinstance(results, Tensor) else torch.cat([x.flatten().float() for x in results])
+
+
 AGAIN: dict[str, Callable[..., Tensor]] = {
     "forward": lambda x: flash_attn_func(x.q, x.k, x.v, causal=True),
     "gradients": gradients,
@@ -242,6 +254,11 @@ AGAIN: dict[str, Callable[..., Tensor]] = {
     "fp8": lambda x: flash_attn_fp8_func(x.q, x.k, x.v, causal=True),
     "quantizer": quantized,
     "attention to parts": attend_to_parts,
+    "e4m3": attend_to_e4m3,
+    "e4m3, a key head each": partial(attend_to_e4m3, heads=2),
+    "e4m3, V transposed before": partial(attend_to_e4m3, heads=2, repeats=24),
+    "e4m3, a window": partial(attend_to_e4m3, window_size=(9, 0)),
+    "e4m3, an exact LSE": partial(attend_to_e4m3, return_attn_probs=True),
 }
 
 
@@ -267,6 +284,9 @@ def test_calls_that_are_made_again_give_what_first_ones_gave(draw, name: str) ->
         "fp8",
         "quantizer",
         "attention to parts",
+        "e4m3",
+        "e4m3, V transposed before",
+        "e4m3, an exact LSE",
     ],
 )
 def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -> None:
@@ -280,6 +300,7 @@ def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -
     for kept in (
         dense_again.remembered,
         dense_again.of_any_length,
+        descaled_again.remembered,
         parts_again.remembered,
         parts_again.of_any_length,
         varlen_again.remembered,

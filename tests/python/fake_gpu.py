@@ -14,6 +14,7 @@ from torch._C._dynamo import guards
 from hopper_attention import (
     compile_cache,
     dense_again,
+    descaled_again,
     device_memory,
     fp8_at_once,
     fused_again,
@@ -71,6 +72,7 @@ REMEMBERING = (
     decode,
     dense_again,
     dequantized,
+    descaled_again,
     forward,
     fp8,
     fp8_at_once,

@@ -463,7 +463,7 @@ def test_scores_are_in_float16_only_where_nobody_gets_the_lse(
     """Of codes that promise nothing. What runs is what ``explain`` says, with the LSE and without."""
     kernel, configs = hopper
     monkeypatch.setattr(fp8_launch, "transpose_values", transpose_for_kernel)
-    e4m3 = [torch.zeros(1, 2000, 1, 64, dtype=torch.float8_e4m3fn) for _ in range(3)]
+    e4m3 = [torch.zeros(9, 2000, 1, 64, dtype=torch.float8_e4m3fn) for _ in range(3)]
     parts = from_descales(*e4m3, None, None, None, torch.bfloat16)
     function, given = (flash_attn_quantized_func, [parts]) if "parts" in way else (flash_attn_func, e4m3)
     if "compiled" in way:
@@ -475,6 +475,6 @@ def test_scores_are_in_float16_only_where_nobody_gets_the_lse(
         found = function(*given, **options)
         planned = explain(*e4m3, **options, device_capability=(9, 0)).config
         assert configs[-1 if returns_lse else 0] == planned and planned.softmax is softmaxes[returns_lse]
-        assert kernel.arguments[4].shape == (1, 1, 2000 if returns_lse else 0)
-        assert not returns_lse or found[1].shape == (1, 1, 2000)
+        assert kernel.arguments[4].shape == (9, 1, 2000 if returns_lse else 0)
+        assert not returns_lse or found[1].shape == (9, 1, 2000)
     assert len(configs) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from cute_kernels.problem import DTYPES
 from hopper.config import ForwardConfig
 from hopper.forward import tilings as tilings_16_bits
 from hopper.forward.fp8 import tilings as tilings_fp8
-from hopper.forward.fp8.config import Softmax
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.tilings import FP8_ROW_QUERIES, select_fp8_forward_config
 from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, Tiling, select_forward_config
 from hopper_attention.backward_rules import BackwardProblem
@@ -145,16 +146,66 @@ def test_few_queries_have_their_v_transposed_by_the_kernel() -> None:
     ],
 )
 def test_more_queries_have_theirs_where_nobody_gets_the_lse(head_dim, queries, causal, softmax) -> None:
-    shapes = [(2, queries, 1, head_dim)] * 3
+    shapes = [(99, queries, 1, head_dim)] * 3
     problem = Fp8Problem(*shapes, 0, 0, 0, torch.bfloat16, causal, v_rows=True, without_lse=True)
     config = select_config(problem)
     assert problem.kind.transposes and config.v_rows and config.softmax is softmax
     assert config.lowers_queries == (softmax is Softmax.HALF_SCORES)
-    more = problem._replace(q_shape=(2, queries + 520, 2, head_dim))
+    more = problem._replace(q_shape=(99, queries + 520, 2, head_dim))
     for other in (more, problem._replace(window=(100, -1, 0)), problem._replace(two_level=True)):
         assert not select_config(other).v_rows or select_config(other).softmax is Softmax.EXACT
     narrow = select_config(problem._replace(without_lse=False))
     assert narrow.v_rows == (queries // (1 + causal) <= FP8_ROW_QUERIES[head_dim])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "seqlen"), [(64, False, 4096), (128, False, 1000), (128, True, 5120)]
+)
+@pytest.mark.parametrize("v_rows", [False, True])
+def test_few_tiles_are_low_where_nobody_gets_the_lse(head_dim, causal, seqlen, v_rows) -> None:
+    """Batches, heads and queries count alike; of those that see half of the keys there may be twice as many."""
+    most = 132 * (1 + causal) // -(-seqlen // 128)
+
+    def of(batch: int, heads: int, seqlen_q: int = seqlen, **others: Any) -> Fp8ForwardConfig:
+        block_k = 0 if v_rows else 128
+        shapes = (batch, seqlen_q, heads, head_dim), *[(batch, seqlen, heads, head_dim)] * 2
+        options = {"v_rows": v_rows, "half_scores": not v_rows, "without_lse": True, **others}
+        return select_config(Fp8Problem(*shapes, 1, block_k, block_k, torch.bfloat16, causal, **options))
+
+    few, many = of(1, most), of(1, most + 1)
+    assert few.tile_m == 128 and few.softmax is Softmax.EAGER
+    assert many.tile_m == 192 and many.softmax is Softmax.HALF_SCORES
+    assert of(most, 1) == few and of(most + 1, 1) == many
+    # Without a mask lower tiles may also take two turns, if higher ones do.
+    twice = 264 * (1 + causal) // -(-seqlen // 128)
+    assert of(1, twice).tile_m == (192 if causal else 128) and of(1, twice + 1) == many
+    assert (
+        of(1, 132, seqlen_q=100).tile_m
+        == of(1, 999, seqlen_q=100).tile_m
+        == of(99, 99, seqlen_q=256).tile_m
+        == 128
+    )
+    # A returned LSE, and two levels of sums, have the tiles that they have.
+    for others in ({"without_lse": False}, {"two_level": True}):
+        assert of(1, most, **others) == of(1, most + 1, **others)
+
+
+def test_runs_and_wider_blocks_keep_what_they_need() -> None:
+    def of(heads: int, seqlen: int, block_k: int, head_dim: int = 64, **others: Any) -> Fp8ForwardConfig:
+        shapes = [(1, seqlen, heads, head_dim)] * 3
+        options = {"half_scores": True, "without_lse": True, **others}
+        return select_config(Fp8Problem(*shapes, 1, block_k, block_k, torch.bfloat16, False, **options))
+
+    assert of(1, 5120, 128).softmax is Softmax.EAGER and not of(1, 5120, 128).run_blocks
+    for block_k, head_dim in ((192, 64), (128, 128)):
+        few, many = (of(heads, 5121, block_k, head_dim) for heads in (1, 8))
+        assert (few.tile_m, many.tile_m) == (128, 192) and few.tile_n == many.tile_n == block_k
+        assert few.softmax is many.softmax is Softmax.HALF_SCORES
+        assert few.run_blocks == many.run_blocks > 0 and few.mean_blocks == many.mean_blocks
+        # Nothing is added up in runs in a window, nor of codes of any size.
+        assert of(1, 9000, block_k, head_dim, window=(6000, 6000, 0)).tile_m == (192 if head_dim == 64 else 128)
+        assert of(1, 9000, 0, head_dim, half_scores=False).softmax is Softmax.EAGER
+    assert of(1, 5000, 192) == of(8, 5000, 192) and of(1, 5000, 384).tile_m == 128
 
 
 def test_fp8_sizes_are_checked_apart_from_the_kind() -> None:

@@ -15,7 +15,7 @@ from hopper.config import (
     WARPGROUP_ROWS,
 )
 from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
-from hopper.forward.tilings import ANY_LENGTH, PACKED_SEQLEN, Tiling, tiling
+from hopper.forward.tilings import ANY_LENGTH, MANY_TILES, PACKED_SEQLEN, Tiling, tiling
 
 exact = partial(tiling, late_rescale=True)
 eager = partial(exact, softmax=Softmax.EAGER, ping_pong=False)
@@ -51,6 +51,11 @@ FEW_KEYS = {
 }
 """By head_dim, for short sequences, whose tiles are over before a stale maximum pays: each block takes its maximum, and
 none has to be repaired (`fp8_short_peaky.json`)."""
+
+
+FEW_TILES_IN_RUNS = {64: half_scores(128, 192, 4), 128: half_scores(128, 128, 4)}
+"""By head_dim, for few tiles of so many keys that P V is added up in runs (``with_runs``), which the softmax of
+``FEW_KEYS`` does not know."""
 
 
 def few_keys(head_dim: int, most: int) -> Tiling:
@@ -266,6 +271,24 @@ FP8_LONE_HALF_ROW_QUERIES = {**FP8_HALF_ROW_QUERIES, (256, True): 1280}
 """The same where no heads share K and V, which a kernel ahead reads and writes for each (`fp8_short_ends.json`)."""
 
 
+def are_few_tiles(heads: int, queries: int, causal: bool) -> bool:
+    """Whether tiles of ``FEW_KEYS`` are so few that lower ones, which are done sooner, need no more turns of all
+    multiprocessors. ``heads`` are those of the whole batch, each with so many ``queries``, of which one that sees half
+    of the keys counts half. Under a causal mask tiles take different times, and share multiprocessors otherwise
+    (`fp8_few_tiles.json`)."""
+    low, high = (heads * -(-queries // (n * WARPGROUP_ROWS)) for n in (2, 3))
+    turns_are_same = not causal and -(-low // MANY_TILES) == -(-high // MANY_TILES)
+    return low <= MANY_TILES or low == high or turns_are_same
+
+
+def _in_lower_tiles(chosen: Tiling, lower: Tiling | None, block_k: int) -> Tiling:
+    """What serves ``chosen``'s problems where tiles are few: of fewer rows each, so that more multiprocessors have one,
+    and all are done sooner."""
+    if lower is None or chosen.tile_m <= lower.tile_m or block_k % lower.tile_n:
+        return chosen
+    return lower
+
+
 def transposes_v(head_dim: int, head_dim_v: int, causal: bool, queries: int, half: bool, group: int) -> bool:
     """Whether the FP8 kernel should transpose a V in rows; ``queries`` are counted as for FP8_ROW_QUERIES, of ``group``
     heads, and ``half`` says that ``FP8_HALF_ROW_TILINGS`` may serve."""
@@ -291,6 +314,7 @@ def select_fp8_forward_config(
     chunk: bool = False,
     exact_lse: bool = False,
     without_lse: bool = False,
+    few_tiles: bool = False,
 ) -> Fp8ForwardConfig:
     """The config that serves an e4m3 problem with an output of dtype ``output``.
 
@@ -302,7 +326,7 @@ def select_fp8_forward_config(
     it hides the same keys, and a thread has the registers. ``without_lse`` says that
     nobody gets the LSE: then scores that may not fit float16 lie in it too, since the kernel lowers queries, and so do
     more of those that fit (``FP8_RETURNED_LSE_TILINGS``). Their LSE would be three times as coarse as that of scores in
-    float32.
+    float32. Only then do ``few_tiles`` count, of which ``are_few_tiles`` speaks.
 
     Raises:
         ValueError: a head dimension is too large, no tiling divides ``block_k``, or V in rows meets ``exact_lse``.
@@ -330,6 +354,10 @@ def select_fp8_forward_config(
         raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
     wide = [tiling for tiling in dividing if tiling.tile_n > NARROW_KEYS] or dividing
     chosen = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
+    if few_tiles and without_lse and not two_level:
+        is_in_runs = half_scores and not window and seqlen_k > RUNLESS_KEYS
+        table = FEW_ROWS if v_rows else FEW_TILES_IN_RUNS if is_in_runs else FEW_KEYS
+        chosen = _in_lower_tiles(chosen, table.get(min(fits)), block_k)
     config = _build(chosen, min(fits), causal, output)
     lowers = config.softmax is Softmax.HALF_SCORES and (v_rows or not half_scores)
     return replace(config, window=window, layout=layout, chunk=chunk, lowers_queries=lowers)
@@ -352,15 +380,17 @@ def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
 
 
 def shipped_long_fp8_forward_configs() -> tuple[Fp8ForwardConfig, ...]:
-    """Every config with runs that serves a problem: of so many keys one for each head_dim, mask and output."""
-    return tuple(
-        with_runs(
-            select_fp8_forward_config(head_dim, head_dim, causal, output, ANY_LENGTH, half_scores=True),
-            ANY_LENGTH,
+    """Every config with runs that serves a problem: of so many keys one for each head_dim, mask and output, and one for
+    few tiles."""
+    chosen = [
+        select_fp8_forward_config(
+            head_dim, head_dim, causal, output, ANY_LENGTH, half_scores=True, without_lse=few, few_tiles=few
         )
         for output in DTYPES
         for head_dim, causal in FP8_TILINGS
-    )
+        for few in (False, True)
+    ]
+    return tuple(dict.fromkeys(with_runs(config, ANY_LENGTH) for config in chosen))
 
 
 def _fp8_tilings(

@@ -84,10 +84,14 @@ def find_packed(head_dim_v: int, device: torch.device) -> PackedTransposeLaunche
 def transpose_values(v: Tensor) -> Tensor:
     """As ``transpose_for_kernel``, on a Hopper GPU and torch's current stream: e4m3 V (b, s, hk, dv), dv a multiple of
     16 and no size 0, to (b, hk, dv, keys). By PyTorch where there are more tiles than the kernel can count."""
+    return find(v.shape[3], v.device)(v) if are_counted(v) else transpose_for_kernel(v)
+
+
+def are_counted(v: Tensor) -> bool:
+    """Whether e4m3 V (b, s, hk, dv) has no more tiles than the kernel can count."""
     batch, keys, heads, columns = v.shape
-    launcher = find(columns, v.device)
-    tiles = batch * heads * -(-keys // KEYS) * (columns // launcher.config.columns)
-    return launcher(v) if tiles <= MAX_TILES else transpose_for_kernel(v)
+    of_columns = columns // select_transpose_config(columns, DENSE).columns
+    return batch * heads * -(-keys // KEYS) * of_columns <= MAX_TILES
 
 
 def transpose_packed_values(v: Tensor, lengths: Lengths) -> Tensor:

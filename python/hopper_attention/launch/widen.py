@@ -43,7 +43,11 @@ def widened(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     current stream, as float16, contiguous. By PyTorch where there are more than the kernel can count, or where they lie
     at an odd address."""
     q, k = q.contiguous(), k.contiguous()
-    is_too_large = max(q.numel(), k.numel()) > MAX_VECTORS * VECTOR
-    if is_too_large or (q.data_ptr() | k.data_ptr()) % VECTOR:
+    if not are_counted(q, k) or (q.data_ptr() | k.data_ptr()) % VECTOR:
         return q.to(WIDE_CODES), k.to(WIDE_CODES)
     return find(q.device)(q, k)
+
+
+def are_counted(q: Tensor, k: Tensor) -> bool:
+    """Whether Q and K have no more codes than the kernel can count."""
+    return max(q.numel(), k.numel()) <= MAX_VECTORS * VECTOR
