@@ -26,9 +26,17 @@ from cute_kernels.copies.config import THREADS, THREADS_OF_FEW, CopiesConfig
 from cute_kernels.merge.config import MergeConfig
 from hopper.backward.config import shipped_backward_kernels
 from hopper.forward.tilings import shipped_forward_configs
-from hopper_attention import compile_cache, device_memory, flash_attn_func
+from hopper_attention import (
+    compile_cache,
+    descaled_again,
+    device_memory,
+    flash_attn_func,
+    fp8_at_once,
+    fp8_rules,
+    parts_again,
+)
 from hopper_attention.checks import FULL_WINDOW
-from hopper_attention.launch import packed_forward, packed_fp8
+from hopper_attention.launch import fp8, packed_forward, packed_fp8
 from hopper_attention.launch.base import ResultSpec
 from hopper_attention.reference import attention_naive, attention_standard
 from tests.c_library import Library
@@ -53,6 +61,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> str:
     return "cuda"
+
+
+def serve_tiles(monkeypatch: pytest.MonkeyPatch, few: bool) -> Iterator[bool]:
+    """Serve FP8 as where tiles are few, or as where they are many, however many there are."""
+
+    def forget() -> None:
+        for cache in (fp8._find_flat, fp8.find_fp8_launch, fp8_at_once.find_at_once):
+            cache.cache_clear()
+        again = parts_again.remembered, parts_again.of_any_length, parts_again.in_memory
+        for kept in (*again, descaled_again.remembered, fp8_at_once.calls_at_once):
+            kept.cache_clear()
+
+    monkeypatch.setattr(fp8_rules, "are_few_tiles", lambda *sizes: few)
+    forget()
+    yield few
+    forget()
+
+
+@pytest.fixture
+def usual_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """FP8 tiles as where there are many: most tests have few."""
+    yield from serve_tiles(monkeypatch, False)
+
+
+@pytest.fixture(params=[False, True], ids=["many tiles", "few tiles"])
+def few_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """FP8 tiles as where there are many, and where there are few."""
+    yield from serve_tiles(monkeypatch, request.param)
 
 
 @pytest.fixture(scope="session", autouse=True)

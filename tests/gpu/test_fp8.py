@@ -43,7 +43,7 @@ from tests.hopper.fp8_errors import (
 )
 from tests.hopper.fp8_sums import allowed_lse_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("usual_tiles")]
 
 both_backends = pytest.mark.parametrize("backend", ["hopper", "ampere"])
 

@@ -7,6 +7,7 @@ import torch
 
 from hopper_attention import flash_attn_fp8_func, flash_attn_quantized_func, quantize_qkv
 from hopper_attention.quantization import Fp8Quantization
+from hopper_attention.quantizers import from_descales
 from tests.gpu.test_fp8 import find_differences
 
 pytestmark = pytest.mark.gpu
@@ -21,6 +22,9 @@ LENGTHS = [
     (700, 640),
     (200, 1023),
     (1025, 1025),
+    (300, 2100),
+    (1600, 1600),
+    (1, 5000),
 ]
 
 
@@ -46,12 +50,37 @@ def drawn(
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_few_keys_are_as_good_as_their_emulation(head_dim: int, causal: bool, factor: float) -> None:
     for lengths in LENGTHS:
+        # Of the longest, tiles are few, which are those of few keys.
         parts = quantize_qkv(*drawn(lengths, head_dim, factor), quantization=Fp8Quantization(smooth_v=False))
         assert not find_differences(parts, causal), lengths
 
 
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.usefixtures("few_tiles")
+def test_few_tiles_of_e4m3_tensors_are_as_good_as_their_emulation(
+    head_dim: int, causal: bool, factor: float
+) -> None:
+    """V in rows, which the kernel transposes of few queries, and codes that promise nothing."""
+    for lengths in ((200, 2100), (1600, 1600), (100, 9000)):
+        tensors = drawn(lengths, head_dim, factor)
+        descales = [
+            x.float().abs().amax((1, 3))[:, ::step] / 448 for x, step in zip(tensors, (2, 1, 1), strict=True)
+        ]
+        descales[0] = torch.maximum(descales[0], tensors[0].float().abs().amax((1, 3))[:, 1::2] / 448)
+        codes = [
+            (x.float() / scale.repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]).to(
+                torch.float8_e4m3fn
+            )
+            for x, scale in zip(tensors, descales, strict=True)
+        ]
+        assert not find_differences(from_descales(*codes, *descales, torch.bfloat16), causal), lengths
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.usefixtures("few_tiles")
 def test_a_tile_has_the_bits_that_it_has_alone(head_dim: int, causal: bool) -> None:
     """Whatever its CTA did before: many copies of a sequence, of two tiles and a part of a third, and twice."""
     for keys in (300, 1500, 2100):

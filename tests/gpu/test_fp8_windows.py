@@ -19,7 +19,7 @@ from tests.gpu.test_fp8 import allowed_16_bit_error, allowed_error, dequantized,
 from tests.hopper.fp8_errors import LAGGING_LSE_ROUNDING, emulate, exact_lse_error
 from tests.hopper.fp8_sums import allowed_lse_error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("usual_tiles")]
 BACKENDS = ("hopper", "ampere")
 
 SEQLENS = ((1, 239), (113, 203), (203, 113), (1023, 1024), (900, 1500))

@@ -55,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("usual_tiles")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("attend", "head_dim"), CASES, ids=lambda case: getattr(case, "__name__", case))

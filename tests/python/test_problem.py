@@ -203,7 +203,9 @@ def test_runs_and_wider_blocks_keep_what_they_need() -> None:
         assert few.softmax is many.softmax is Softmax.HALF_SCORES
         assert few.run_blocks == many.run_blocks > 0 and few.mean_blocks == many.mean_blocks
         # Nothing is added up in runs in a window, nor of codes of any size.
-        assert of(1, 9000, block_k, head_dim, window=(6000, 6000, 0)).tile_m == (192 if head_dim == 64 else 128)
+        assert of(1, 9000, block_k, head_dim, window=(6000, 6000, 0)).tile_m == (
+            192 if head_dim == 64 else 128
+        )
         assert of(1, 9000, 0, head_dim, half_scores=False).softmax is Softmax.EAGER
     assert of(1, 5000, 192) == of(8, 5000, 192) and of(1, 5000, 384).tile_m == 128
 
