@@ -33,7 +33,7 @@ from hopper_attention.packed_quantization import (
 )
 from hopper_attention.packed_quantized import PACKED_IN_TWO_STEPS, PackedQuantizedQKV
 from hopper_attention.packed_quantizers import quantize_packed_here
-from hopper_attention.plain_calls import is_plain_call, needs_gradient
+from hopper_attention.plain_calls import is_plain_call, is_transformed, needs_gradient
 from hopper_attention.quantization_rules import check_sources
 from hopper_attention.quantized import (
     DEFAULT_QUANTIZATION,
@@ -258,8 +258,15 @@ def flash_attn_fp8_func(
         out, lse = attend_and_undo(parts, *call, exact_lse)
     else:
         call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides, exact_lse
-        out, lse = differentiable_fp8(q, k, v, *call_16)
+        out, lse = differentiable_fp8(q, k, v, *call_16, return_attn_probs or _may_need_lse(q, k, v))
     return (out, lse) if return_attn_probs else out
+
+
+def _may_need_lse(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a gradient may need the LSE of a call that is not plain: not where torch.compile traces one without. What
+    torch.export writes down may be called with tensors that need one."""
+    is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return not is_compiled or is_transformed() or needs_gradient(q, k, v)
 
 
 def _attend_packed(

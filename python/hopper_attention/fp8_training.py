@@ -34,6 +34,7 @@ from hopper_attention.fp8_ops import (
     mixes_samples,
     put_together,
 )
+from hopper_attention.launch.base import without_rows
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.quantization_rules import add_mean
 from hopper_attention.quantized import (
@@ -77,23 +78,28 @@ class Saved(NamedTuple):
         return Parts(self.q, self.q_scale, self.k, k_scale, self.v, v_scale, self.shift, self.mean_v)
 
 
+ARGUMENTS = len(Options._fields) + len(Call._fields)
+"""Of both operators, beside tensors."""
+
 SAVED = ", ".join(f"Tensor {name}" for name in Saved._fields)
 
 
 @torch.library.custom_op(
     "hopper_attention::forward_fp8_of_16_bits",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {OPTIONS}, {CALL}) -> (Tensor out, Tensor lse, {SAVED})",
+    schema=f"(Tensor q, Tensor k, Tensor v, {OPTIONS}, {CALL}, bool wants_lse=True) "
+    f"-> (Tensor out, Tensor lse, {SAVED})",
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """out (b, sq, h, dv), lse float32 (b, h, sq), and what is ``Saved``."""
-    options, call = Options(*arguments[:8]), Call(*arguments[8:])
+    """out (b, sq, h, dv), lse float32 (b, h, sq), and what is ``Saved``. Without ``wants_lse`` the lse has no rows, and
+    there is no gradient."""
+    options, call, wants_lse = Options(*arguments[:8]), Call(*arguments[8:ARGUMENTS]), _wants_lse(arguments)
     head_dims = k.shape[3], v.shape[3]
     c = with_blocks_of_the_tile(options.quantization(), head_dims, k.shape[1], call.two_level, call.mask)
     quantized = quantize_here(q, k, v, c, quantizer_of(call.backend))
-    out, lse = attend_and_undo(
-        quantized, *call[:4], wants_lse=True, window=call.mask.sides, exact_lse=call.exact_lse
-    )
+    of_call = *call[:4], wants_lse, call.mask.sides, call.exact_lse
+    out, lse = attend_and_undo(quantized, *of_call)
+    lse = lse if wants_lse else without_rows(lse)
     narrowest = _narrowest_blocks(options, head_dims, call)
     blocks = count_blocks(k.shape[1], c.granularity, narrowest.block_k)
     return out, lse, *Saved.of(Parts.of(quantized), blocks)
@@ -101,14 +107,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, 
 
 @_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    options, call = Options(*arguments[:8]), Call(*arguments[8:])
+    options, call = Options(*arguments[:8]), Call(*arguments[8:ARGUMENTS])
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_empty((batch, seqlen_q, heads, v.shape[3]))
-    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    lse = q.new_empty((batch, heads, seqlen_q if _wants_lse(arguments) else 0), dtype=torch.float32)
     p = empty_parts(q, k, v, _narrowest_blocks(options, (k.shape[3], v.shape[3]), call))
     batch, kv_heads, blocks = p.k_scale.shape
     kv_scale = p.k_scale.new_empty((batch, kv_heads, 2 * blocks))
     return out, lse, *Saved(p.q, p.q_scale, p.k, p.v, kv_scale, p.shift, p.mean_v)
+
+
+def _wants_lse(arguments: tuple[Any, ...]) -> bool:
+    """The last argument, where it is given."""
+    return len(arguments) <= ARGUMENTS or bool(arguments[ARGUMENTS])
 
 
 def _narrowest_blocks(options: Options, head_dims: tuple[int, int], call: Call) -> Options:
@@ -192,7 +203,7 @@ _call_backward = differentiable(_backward, refuse_second_derivative)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.arguments = inputs[3:]
+    ctx.arguments, ctx.given = inputs[3 : 3 + ARGUMENTS], len(inputs)
     ctx.save_for_backward(*output)
     ctx.mark_non_differentiable(*output[2:])
     # An unused LSE has no gradient; None saves adding zeros.
@@ -208,8 +219,13 @@ def _gradients(
             "Fp8Quantization(smooth_k=False)"
         )
     out, lse, *saved = ctx.saved_tensors
+    if lse.shape[2] < out.shape[1]:
+        raise NotImplementedError(
+            "a backward pass reached FP8 attention that left out its LSE, as hopper_attention::forward_fp8_of_16_bits "
+            "does with wants_lse=False: call it with wants_lse=True"
+        )
     dout = torch.zeros_like(out) if dout is None else dout
-    return *_call_backward(dout, dlse, out, lse, *saved, *ctx.arguments), *[None] * len(ctx.arguments)
+    return *_call_backward(dout, dlse, out, lse, *saved, *ctx.arguments), *[None] * (ctx.given - 3)
 
 
 _call_forward = differentiable(_forward, _gradients, _save_for_backward, mixes_samples)
@@ -226,9 +242,11 @@ def differentiable_fp8(
     two_level: bool,
     window: Sides = FULL_SIDES,
     exact_lse: bool = False,
+    wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse through torch's dispatcher, which differentiates, traces and transforms."""
+    """out and lse through torch's dispatcher, which differentiates, traces and transforms. Without ``wants_lse`` the
+    lse has no rows, and there is no gradient."""
     options = Options.of(quantization)
-    call = softmax_scale, causal, backend, two_level, *window, exact_lse
-    out, lse, *_ = _call_forward(q, k, v, *options, *call)
+    call = Call(softmax_scale, causal, backend, two_level, *window, exact_lse)
+    out, lse, *_ = _call_forward(q, k, v, *options, *call, wants_lse)
     return out, lse

@@ -85,12 +85,12 @@ def test_agrees_with_emulation(head_dim: int, causal: bool, lengths: tuple[int, 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_float16_and_the_lse(causal: bool, few_tiles: bool) -> None:
-    """With the LSE tiles are the same, however few there are."""
+    """With the LSE tiles are the same, however few. Without a mask low ones have the bits of high ones too."""
     parts = quantized(*draw(200, 20_000, 128), dtype=torch.float16)
     out, lse = flash_attn_quantized_func(parts, causal=causal, return_attn_probs=True, exact_lse=False)
     without_lse = flash_attn_quantized_func(parts, causal=causal)
-    assert has_runs(parts, causal) and torch.equal(out, without_lse) != few_tiles
-    assert rms(out - without_lse) < 0.03 * rms(out)
+    assert has_runs(parts, causal) and (torch.equal(out, without_lse) or (few_tiles and causal))
+    assert rms(out.double() - without_lse) < 0.03 * rms(out)
     exact, exact_lse = attention_naive(*(x.dequantize() for x in (parts.q, parts.k, parts.v)), causal=causal)
     exact = restore_values(exact, parts, causal)
     assert rms(out.double() - exact) < 0.04 * rms(exact) and (lse - exact_lse).abs().max() < 0.01

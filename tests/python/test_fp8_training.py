@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
-from hopper_attention import flash_attn_fp8_func
+from hopper_attention import flash_attn_fp8_func, fp8_training
 from hopper_attention.fp8_ops import Options
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from hopper_attention.reference import attention_naive
@@ -117,6 +118,36 @@ def test_opcheck() -> None:
         arguments = (torch.ones_like(results[0]), None, *results, *arguments[3:])
         operator = torch.ops.hopper_attention.backward_fp8_of_16_bits.default
         torch.library.opcheck(operator, arguments, test_utils=NO_SCHEMA_CHECK)
+
+
+def test_a_compiled_call_without_a_gradient_leaves_out_the_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a plain call, which so has the same kernels; what is exported has its LSE, and any gradient."""
+    wanted = []
+    attend = fp8_training.attend_and_undo
+    monkeypatch.setattr(
+        fp8_training, "attend_and_undo", lambda *given: wanted.append(given[5]) or attend(*given)
+    )
+
+    def call(*x: Tensor) -> Tensor:
+        return flash_attn_fp8_func(*x, causal=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    q, k, v = leaves()
+    with torch.no_grad():
+        assert torch.equal(compiled(q, k, v), call(q, k, v))
+    assert torch.equal(compiled(q.detach(), k.detach(), v.detach()), call(q.detach(), k.detach(), v.detach()))
+    assert wanted == [False, False]
+    compiled(q, k, v).sum().backward()
+    assert wanted[2] is True and q.grad is not None and q.grad.any()
+
+
+def test_a_gradient_of_a_call_without_an_lse_is_refused() -> None:
+    call = *Options.of(DEFAULT), 0.125, True, None, False, -1, -1, 0, False
+    out, lse, *_ = torch.ops.hopper_attention.forward_fp8_of_16_bits(*leaves(), *call, False)
+    assert lse.shape[2] == 0
+    with pytest.raises(NotImplementedError, match="wants_lse=True"):
+        out.sum().backward()
 
 
 def test_compilation() -> None:

@@ -84,16 +84,8 @@ FP8_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         lagging(128, 192, 3),
         exact(128, 64, 4, polynomial_pairs=2),
     ),
-    (256, False): (
-        few_keys(256, 1280),
-        lagging(128, 128, 2, polynomial_pairs=0),
-        exact(128, 64, 4, ping_pong=False),
-    ),
-    (256, True): (
-        few_keys(256, 2560),
-        lagging(128, 128, 2, polynomial_pairs=0),
-        exact(128, 64, 4, ping_pong=False),
-    ),
+    (256, False): (FEW_KEYS[256], exact(128, 64, 4, ping_pong=False)),
+    (256, True): (FEW_KEYS[256], exact(128, 64, 4, ping_pong=False)),
 }
 """By head_dim, the larger of both, and causal. A tiling can serve blocks of K and V that its ``tile_n`` divides; of
 those that can, the first whose ``max_seqlen_k`` is not exceeded does, or else the last; those of ``NARROW_KEYS`` serve
