@@ -265,8 +265,9 @@ def flash_attn_fp8_func(
 def _may_need_lse(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a gradient may need the LSE of a call that is not plain: not where torch.compile traces one without. What
     torch.export writes down may be called with tensors that need one."""
-    is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    return not is_compiled or is_transformed() or needs_gradient(q, k, v)
+    # torch.compiler.is_exporting() says so of torch.compile too, in some versions.
+    is_exported = getattr(torch.compiler, "_is_exporting_flag", True)
+    return not torch.compiler.is_compiling() or is_exported or is_transformed() or needs_gradient(q, k, v)
 
 
 def _attend_packed(

@@ -121,7 +121,7 @@ def test_opcheck() -> None:
 
 
 def test_a_compiled_call_without_a_gradient_leaves_out_the_lse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a plain call, which so has the same kernels; what is exported has its LSE, and any gradient."""
+    """As a plain call, which so has the same kernels."""
     wanted = []
     attend = fp8_training.attend_and_undo
     monkeypatch.setattr(
@@ -140,6 +140,19 @@ def test_a_compiled_call_without_a_gradient_leaves_out_the_lse(monkeypatch: pyte
     assert wanted == [False, False]
     compiled(q, k, v).sum().backward()
     assert wanted[2] is True and q.grad is not None and q.grad.any()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_exported_has_any_gradient(strict: bool) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flash_attn_fp8_func(q, k, v, causal=True)
+
+    tensors = leaves()
+    program = torch.export.export(Attention(), tuple(x.detach() for x in tensors), strict=strict)
+    expected = torch.autograd.grad(flash_attn_fp8_func(*tensors, causal=True).sum(), tensors)
+    found = torch.autograd.grad(program.module()(*tensors).sum(), tensors)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_gradient_of_a_call_without_an_lse_is_refused() -> None:
