@@ -24,7 +24,6 @@ HOST_KIND, JAX_KIND, FIRST_KIND = "host_time", "jax_calls", "first_results"
 MOST_US = {
     "forward, 16 bits": 10.0,
     "forward, on quantized parts": 14.0,
-    "forward, e4m3 with descales": 14.0,
     "quantize_qkv": 20.0,
     "flash_attn_fp8_func": 30.0,
     "forward with gradients": 25.0,
