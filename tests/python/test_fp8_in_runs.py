@@ -24,6 +24,8 @@ from tests.python.fake_gpu import SMS, forget_launchers, noting, pretend
 
 Seen = list[tuple[object, ...]]
 KEYS, HEAD_DIM = 20_000, 128
+CONSUMERS = 2
+"""Warpgroups of a kernel for few tiles, which these calls have."""
 
 compiled: list[str] = []
 """Names of the kernels that were asked for."""
@@ -76,7 +78,7 @@ def test_each_part_of_a_run_loses_its_mean(seen: Seen) -> None:
     *_, of_last, _, _, _, given, same_changes, notes, ctas = seen[3]
     assert of_last.shape == (1, 2, HEAD_DIM) and of_last.data_ptr() == means[:, -1].data_ptr()
     assert given is differences and same_changes is changes and ctas == SMS
-    assert notes.shape == (SMS, 20, 3 * 128)
+    assert notes.shape == (SMS, 20, CONSUMERS * 128)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_a_call_like_an_earlier_one_launches_the_same(
         differences, changes, *_ = others
         assert same is statistics and same_changes is changes and given.data_ptr() == differences.data_ptr()
         assert lost.data_ptr() == means.data_ptr() and of_last.data_ptr() == means[:, -1].data_ptr()
-        assert notes.shape == (SMS, means.shape[1], 3 * 128)
+        assert notes.shape == (SMS, means.shape[1], CONSUMERS * 128)
 
 
 def test_parts_like_earlier_ones(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
