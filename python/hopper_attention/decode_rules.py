@@ -64,9 +64,14 @@ def even_ctas(multiprocessors: int, tiles: int, kv_heads: int = 1) -> int:
 
 def why_not_decode(call: CacheCall, target: Target, backend: str) -> str:
     """What keeps the decode kernel from serving a call; empty if nothing does."""
-    shape = call.shape
     if backend != "hopper":
         return f"its kernel is for Hopper GPUs, and the backend is {backend}"
+    return why_not_on_hopper(call)
+
+
+def why_not_on_hopper(call: CacheCall) -> str:
+    """``why_not_decode`` on the backend that has the kernel."""
+    shape = call.shape
     if shape.has_qv:
         return "there is a qv"
     if shape.is_fp8_cache and call.scores.has_softcap:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_kernels.problem import MAX_SEQLEN
-from hopper_attention import autograd, checks, device_memory
+from hopper_attention import autograd, checks, device_memory, few_queries
 from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.few_queries import FewQueriesLaunch, ReadyFewQueries
 from hopper_attention.launch.forward import ForwardLauncher, Launch, ReadyLaunch, find_launch
 from hopper_attention.launch.gradients_again import GradientOptions, Passes, Served
 from hopper_attention.layout import TMA_BYTES
@@ -87,10 +88,9 @@ def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bo
     if device_memory.is_capturing(q.device):
         return
     key = q.shape, k.shape, v is k, flags, torch.is_grad_enabled()
-    class_key = _class_key(key)
     comes_again = remembered.comes_again(key)
-    has_others = class_key is not None and of_any_length.comes_again(class_key)
-    if not comes_again and not has_others:
+    with_others = [x for x in _class_keys(key) if of_any_length.comes_again(x)]
+    if not comes_again and not with_others:
         return
     causal, backend, sm_margin, sides = flags
     facts = [fact for x in (q, k, v) for fact in (x.shape, x.stride(), x.dtype, x.device)]
@@ -98,13 +98,17 @@ def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bo
     window = () if sides == FULL_SIDES else sides
     if isinstance(launch, ForwardLauncher) and not launch.repairs:
         launch = ReadyLaunch.of(launch, q, k, window)
+    if isinstance(launch, FewQueriesLaunch):
+        launch = launch.ready(q, k, v) or launch
     options = GradientOptions(q.shape[3] ** -0.5, causal, backend, False, sides)
     call = DenseCall(launch, window, records_gradient, Passes(options))
     given = _distinct(q, k, v)
     if comes_again:
         remembered.keep(key, call, *given)
-    if has_others and isinstance(launch, ReadyLaunch) and of_any_length.find(class_key, *given) is None:
-        of_any_length.keep(class_key, call, *given, of_any_length=dict.fromkeys(range(1, len(given)), 1))
+    for class_key in with_others:
+        serves = ReadyFewQueries if class_key.is_few else ReadyLaunch
+        if isinstance(launch, serves) and of_any_length.find(class_key, *given) is None:
+            of_any_length.keep(class_key, call, *given, of_any_length=dict.fromkeys(range(1, len(given)), 1))
 
 
 def _distinct(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -114,8 +118,9 @@ def _distinct(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
 
 def _find_of_any_length(key: Key, given: tuple[Tensor, ...]) -> DenseCall | None:
     """What serves a call by one with another number of keys, which does not decide on how it is served."""
-    class_key = _class_key(key)
-    found = None if class_key is None else of_any_length.find(class_key, *given)
+    found = None
+    for class_key in _class_keys(key):
+        found = found or of_any_length.find(class_key, *given)
     if found is None:
         return None
     seqlen_k = given[1].shape[1]
@@ -127,9 +132,23 @@ def _find_of_any_length(key: Key, given: tuple[Tensor, ...]) -> DenseCall | None
     return found
 
 
-def _class_key(key: Key) -> Key | None:
-    """That of all numbers of keys for which a kernel is chosen alike; None where they decide on more."""
-    q_shape, k_shape, is_shared, flags, grad_mode = key
-    if len(k_shape) != 4 or not 0 < k_shape[1] <= MAX_SEQLEN or flags[3] != FULL_SIDES:
-        return None
-    return q_shape, longest_alike(k_shape[1]), is_shared, flags, grad_mode
+class ClassKey(NamedTuple):
+    """Of calls that are served alike, those of few queries whatever the tiles of the forward kernel are."""
+
+    is_few: bool
+    q_shape: tuple[int, ...]
+    longest_k: int
+    others: Key
+
+
+def _class_keys(key: Key) -> tuple[ClassKey, ...]:
+    """Those of all numbers of keys for which a kernel is chosen alike; none where they decide on more."""
+    q_shape, k_shape, *others = key
+    if len(k_shape) != 4 or not 0 < k_shape[1] <= MAX_SEQLEN or key[3][3] != FULL_SIDES:
+        return ()
+    longest = longest_alike(k_shape[1])
+    if not few_queries.may_serve(q_shape, k_shape):
+        return (ClassKey(False, q_shape, longest, tuple(others)),)
+    few = few_queries.longest_alike(k_shape[1])
+    keys = (True, few), (False, min(few, longest))
+    return tuple(ClassKey(is_few, q_shape, most, tuple(others)) for is_few, most in keys)

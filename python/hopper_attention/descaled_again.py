@@ -14,11 +14,12 @@ from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once, fp8, transpose, widen
 from hopper_attention.launch.at_once import Given, Part, Script, Step
-from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, no_vectors
+from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, index_of, no_vectors
+from hopper_attention.launch.few_queries import FewQueriesLaunch, ReadyFewQueries, find_with_descales
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher
 from hopper_attention.layout import TMA_BYTES, make_addressable
 from hopper_attention.like_calls import Remembered, may_be_like
-from hopper_attention.masks import Sides
+from hopper_attention.masks import MaskSpec, Sides
 from hopper_attention.plain_calls import is_plain_call, needs_gradient
 from hopper_attention.quantized import E4M3, padded_keys
 from hopper_attention.quantizers import from_descales
@@ -66,7 +67,26 @@ class DescaledCall:
         return out, lse
 
 
-remembered: Remembered[DescaledCall] = Remembered(REMEMBERED_CALLS)
+@dataclass(frozen=True, slots=True)
+class FewDescaledCall:
+    """The same where queries are few; ``places`` are those of descales among the tensors."""
+
+    device_index: int
+    launch: ReadyFewQueries | FewQueriesLaunch
+    places: Places
+    default_scale: float
+
+    def __call__(self, tensors: tuple[Tensor, ...], scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = tensors[:3]
+        batch, _, kv_heads, _ = k.shape
+        of_q, of_k, of_v = (
+            device_memory.unit_scales(batch, kv_heads, k.device)[:, :, 0] if place is None else tensors[place]
+            for place in self.places
+        )
+        return self.launch(q, k, v, scale, wants_lse, descales=(of_q, of_k, of_v))
+
+
+remembered: Remembered[DescaledCall | FewDescaledCall] = Remembered(REMEMBERED_CALLS)
 
 
 def attend(
@@ -102,6 +122,13 @@ def remember(q: Tensor, k: Tensor, v: Tensor, descales: Descales, flags: Flags) 
         return
     key = q.shape, k.shape, places, flags
     if not remembered.comes_again(key):
+        return
+    few = find_with_descales(q, k, v, MaskSpec(flags[0], *flags[6]), flags[1], flags[3])
+    if few is not None:
+        is_ready = all(x.stride(1) == 1 for x in tensors[3:])
+        launch = (few.ready(q, k, v) if is_ready else None) or few
+        call = FewDescaledCall(index_of(q.device), launch, places, few.call.softmax_scale)
+        remembered.keep(key, call, *tensors)
         return
     launcher = _find_launcher(q, k, v, descales, flags)
     if launcher is not None:

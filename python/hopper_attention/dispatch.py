@@ -11,13 +11,15 @@ from torch import Tensor
 
 from cute_kernels.ampere.config import AmpereForwardConfig
 from hopper.config import ForwardConfig
+from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.wide.config import WideForwardConfig
-from hopper_attention import backward_rules, checks, features, fp8_rules
+from hopper_attention import backward_rules, checks, features, few_queries, fp8_rules
 from hopper_attention.autocast import find_autocast_dtype
 from hopper_attention.backends import KERNELS, MOST_MULTIPROCESSORS, Choice, Target, target_of
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.decode_rules import serving_config
 from hopper_attention.dropout import STEPS, kept_steps, no_draw
 from hopper_attention.forward_rules import (
     Config,
@@ -70,7 +72,7 @@ class Plan:
     """
 
     backend: str
-    config: Config
+    config: Config | DecodeConfig
     reason: str
     copies: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -78,7 +80,8 @@ class Plan:
     def __str__(self) -> str:
         rows = [("backend", self.backend), ("reason", self.reason), ("config", self.config.name)]
         if not isinstance(self.config, TorchConfig):
-            rows += [("tile", f"{self.config.tile_m} queries x {self.config.tile_n} keys")]
+            rows_of = "query rows" if isinstance(self.config, DecodeConfig) else "queries"
+            rows += [("tile", f"{self.config.tile_m} {rows_of} x {self.config.tile_n} keys")]
         if isinstance(self.config, ForwardConfig):
             rows += _kernel_rows(self.config)
         if isinstance(self.config, WideForwardConfig):
@@ -235,8 +238,14 @@ def explain(
         config = select_config(
             *where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind, qv is not None
         )
+    served_by: Config | DecodeConfig = config
+    if qv is None and choice.backend == "hopper":
+        q_spec, k_spec, v_spec = (specs[name] for name in "qkv")
+        few = few_queries.find_call(q_spec, k_spec, v_spec, mask, scores.kind, sm_margin)
+        if few is not None:
+            served_by, notes = serving_config(few), (*notes, few_queries.NOTE)
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores) + notes
-    notes += fp8_rules.describe_lse(config)
+    notes += fp8_rules.describe_lse(served_by)
     is_launched = choice.backend in KERNELS and 0 not in (*specs["q"].shape, *specs["k"].shape)
     if is_launched:
         notes += check_margin(sm_margin, target, q.device)
@@ -257,8 +266,8 @@ def explain(
             notes += (NO_GRADIENT_WITH_QV,)
         elif is_launched:
             notes += (_note_on_gradients(gradient, target, backend),)
-    copies = (DEQUANTIZED,) if in_16_bits else describe_copies(config, specs, tensors)
-    return Plan(choice.backend, config, choice.reason, casts + copies, notes)
+    copies = (DEQUANTIZED,) if in_16_bits else describe_copies(served_by, specs, tensors)
+    return Plan(choice.backend, served_by, choice.reason, casts + copies, notes)
 
 
 def dequantized(specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -386,7 +395,7 @@ def check_margin(sm_margin: int, target: Target, device: torch.device) -> tuple[
 
 
 def describe_copies(
-    config: Config, specs: dict[str, TensorSpec], tensors: dict[str, Tensor]
+    config: Config | DecodeConfig, specs: dict[str, TensorSpec], tensors: dict[str, Tensor]
 ) -> tuple[str, ...]:
     """What is made of the inputs before the kernel of ``config`` reads them."""
     if isinstance(config, (ReferenceConfig, TorchConfig)):

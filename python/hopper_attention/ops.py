@@ -13,6 +13,7 @@ from torch import Tensor
 from hopper_attention.checks import FP8_OUT_DTYPE
 from hopper_attention.launch.base import REMEMBERED_CALLS, without_rows
 from hopper_attention.launch.dequantized import attend_dequantized
+from hopper_attention.launch.few_queries import find_with_descales
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.fp8 import attend
 from hopper_attention.launch.gradients import differentiate
@@ -106,13 +107,18 @@ def forward_fp8(
     window and the chunk are those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``, with which 16
     bits compute.
     """
-    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
-    scores = Scores.of(softcap, alibi_slopes, sinks)
+    mask = _mask_of(causal, window_left, window_right, attention_chunk)
+    window, scores = mask.sides, Scores.of(softcap, alibi_slopes, sinks)
     descales = q_descale, k_descale, v_descale
     if scores is not NO_SCORES:
         whole = from_descales(q, k, v, *descales, FP8_OUT_DTYPE)
         out, lse = attend_dequantized(whole, softmax_scale, causal, backend, sm_margin, window, scores)
         return out, lse if wants_lse else without_rows(lse)
+
+    few = find_with_descales(q, k, v, mask, backend, sm_margin)
+    if few is not None:
+        out, lse = few(q, k, v, softmax_scale, wants_lse, descales=descales)
+        return out, lse if wants_lse else q.new_empty((*out.shape[::2], 0), dtype=torch.float32)
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_descales(q, k, values, *descales, FP8_OUT_DTYPE)

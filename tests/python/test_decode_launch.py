@@ -83,8 +83,10 @@ class DecodeKernels:
 
     def keys(self, g: dict[str, Any], b: int) -> list[Tensor]:
         pad = 0 if g["leftpad"] is None else int(g["leftpad"][b])
-        rows = torch.arange(pad, int(g["lengths"][b]))
         size = g["k"].shape[1]
+        last = int(g["lengths"][b])
+        # A cache without pages may be shorter than lengths say.
+        rows = torch.arange(pad, min(last, size) if g["table"] is None else last)
         pages = torch.full_like(rows, b) if g["table"] is None else g["table"][b, rows // size].long()
         found = []
         for name in ("k", "v"):

@@ -255,7 +255,7 @@ def test_notes_on_empty_problems_and_gradients() -> None:
         .notes[0]
         .startswith("the backward pass is PyTorch's: with one key P is 1")
     )
-    fp8 = meta(1, 9, 2, 64, dtype=torch.float8_e4m3fn).requires_grad_()
+    fp8 = meta(1, 20, 2, 64, dtype=torch.float8_e4m3fn).requires_grad_()
     refusal = "e4m3 inputs have no gradient: a backward pass through the result raises"
     assert plan_for(fp8, fp8, fp8).notes == (refusal,)
     with torch.no_grad():
@@ -263,7 +263,7 @@ def test_notes_on_empty_problems_and_gradients() -> None:
 
 
 def test_a_margin_that_no_gpu_of_a_kind_has_is_refused() -> None:
-    q, fp8 = meta(1, 9, 2, 64), meta(1, 9, 2, 64, dtype=torch.float8_e4m3fn)
+    q, fp8 = meta(1, 9, 2, 64), meta(1, 20, 2, 64, dtype=torch.float8_e4m3fn)
     for x in (q, fp8):
         for margin in (132, 100_000):
             allowed = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels.append.config import BY_PAGE
+from cute_kernels.problem import MAX_SEQLEN
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
 from hopper.mla.config import MlaConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.checks import TensorSpec
+from hopper_attention.checks import FP8_DTYPE, TensorSpec
 from hopper_attention.decode_rules import ctas_of_pieces, lasting_config, select_decode
 from hopper_attention.device_memory import Piece, Pieces, constants, unit_scales
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
@@ -177,6 +179,18 @@ def _launcher(call: CacheCall, config: DecodeConfig | MlaConfig) -> DecodeLaunch
     )
 
 
+def attend_by(
+    launcher: DecodeLauncher, tensors: CacheTensors, scores: Scores = NO_SCORES
+) -> tuple[Tensor, Tensor]:
+    """out and lse by ``launcher``, of queries that its kernel may not take as they are."""
+    if tensors.q.dtype == FP8_DTYPE and not launcher.takes_e4m3_queries:
+        # 16 bits hold e4m3 as it is; both factors are one of the scores.
+        given = [x for x in (tensors.q_descale, tensors.k_descale) if x is not None]
+        factor = math.prod(given[1:], start=given[0]) if given else None
+        tensors = tensors._replace(q=tensors.q.to(launcher.shape.out_dtype), k_descale=factor)
+    return launcher(tensors, scores)
+
+
 def _descales(shape: CacheShape, tensors: CacheTensors, of_queries: bool) -> tuple[Tensor | None, ...]:
     """Of Q, K and V, (batch, kv_heads), the last stride 1, or of K and V (pages, rows of a page, kv_heads); None for
     those of 16 bits. The kernel of ``qv`` has none."""
@@ -226,13 +240,20 @@ def table_of(tensors: CacheTensors) -> Tensor | None:
 
 def full_lengths(shape: CacheShape) -> Tensor:
     """int32 (batch,): all rows of a cache. A constant, which is kept; in a graph that finds none, one of its own."""
-    key = "full", shape.capacity, shape.batch, shape.device
+    return _constant_lengths(shape.capacity, shape.batch, shape.device)
 
-    def make(device: torch.device) -> Tensor:
-        return torch.full((shape.batch,), shape.capacity, dtype=torch.int32, device=device)
 
-    kept = constants.get(key, shape.device, lambda: make(torch.device("cpu")))
-    return make(shape.device) if kept is None else kept
+def any_lengths(batch: int, device: torch.device) -> Tensor:
+    """The same for caches of any size: more rows than there are, of which kernels that decode take those they find."""
+    return _constant_lengths(MAX_SEQLEN, batch, device)
+
+
+def _constant_lengths(length: int, batch: int, device: torch.device) -> Tensor:
+    def make(where: torch.device) -> Tensor:
+        return torch.full((batch,), length, dtype=torch.int32, device=where)
+
+    kept = constants.get(("full", length, batch, device), device, lambda: make(torch.device("cpu")))
+    return make(device) if kept is None else kept
 
 
 def _restrided(cache: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import AmpereForwardConfig
+from hopper.config import ForwardConfig
 from hopper.wide.config import WideForwardConfig
-from hopper_attention import checks, compile_cache, device_memory
+from hopper_attention import checks, compile_cache, device_memory, few_queries
 from hopper_attention._kernels import Kernel, kept_argument
 from hopper_attention.backends import target_of
 from hopper_attention.checks import TensorSpec
@@ -45,10 +46,11 @@ from hopper_attention.launch.base import (
     index_of,
     no_vectors,
 )
+from hopper_attention.launch.few_queries import FewQueriesLaunch
 from hopper_attention.launch.sdpa import TorchLaunch
 from hopper_attention.launch.wide import WithoutQv, make_wide_launcher
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_for
-from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides, kernel_sides, present
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
@@ -358,6 +360,10 @@ def find_launch(
     if problem.is_empty:
         return NoKeysLaunch(ResultSpec(q_dtype, problem.head_dim_v))
     check_size(config, q_shape, k_shape)
+    if isinstance(config, ForwardConfig):
+        few = few_queries.find_call(q, k, v, MaskSpec(causal, *window), scores, sm_margin)
+        if few is not None:
+            return FewQueriesLaunch(few)
     return find(problem, q_device, backend, sm_margin, *layout_of(q, k, v))
 
 

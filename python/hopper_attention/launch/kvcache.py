@@ -5,7 +5,6 @@ Nothing is read on the host, apart from what the reference reads for itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
 from hopper_attention.launch.cache_copy import copy_in_16_bits
-from hopper_attention.launch.decode import find_decode, full_lengths, is_aligned, table_of
+from hopper_attention.launch.decode import attend_by, find_decode, full_lengths, is_aligned, table_of
 from hopper_attention.launch.paged_forward import paged_forward
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
 from hopper_attention.launch.varlen import run_varlen
@@ -265,13 +264,7 @@ def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> 
     address tells."""
     if not is_aligned(tensors):
         return attend_in_general(call, tensors, scores)
-    launcher = find_decode(call)
-    if tensors.q.dtype == FP8_DTYPE and not launcher.takes_e4m3_queries:
-        # 16 bits hold e4m3 as it is; both factors are one of the scores.
-        given = [x for x in (tensors.q_descale, tensors.k_descale) if x is not None]
-        factor = math.prod(given[1:], start=given[0]) if given else None
-        tensors = tensors._replace(q=tensors.q.to(call.shape.out_dtype), k_descale=factor)
-    return launcher(tensors, scores)
+    return attend_by(find_decode(call), tensors, scores)
 
 
 def attend_to_copy(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:

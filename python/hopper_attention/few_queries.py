@@ -1,0 +1,144 @@
+"""Dense calls of few queries, which the decode kernel serves as it serves a cache.
+
+The forward kernel has a tile for the queries of each head. Few queries leave most rows of it empty, and where heads are
+few too most of the GPU. The decode kernel has the query heads of a K/V head as the rows of one tile, and shares the
+keys of all tiles out over the GPU. FlashAttention-2 packs a single query so, FlashAttention-3 any number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from cute_kernels.problem import MAX_SEQLEN
+from hopper_attention.checks import TensorSpec
+from hopper_attention.decode_rules import ctas_of_pieces, select_decode, why_not_on_hopper
+from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_shape
+from hopper_attention.layout import Repair, repair_for
+from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
+from hopper_attention.packing_rules import FORWARD_ROWS, MOST_QUERIES, MULTIPROCESSORS
+from hopper_attention.scores import ScoreKind
+
+REMEMBERED_KINDS = 1024
+
+NOTE = (
+    "few queries: the decode kernel has the query heads of a key/value head as rows of a tile, and shares all keys out "
+    "over the GPU"
+)
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """Times of the decode kernel: of its start, of a tile, and of a key of a tile.
+
+    All are in that of a key of a full tile of the forward kernel, and from ``few_queries_times.json``, of 400 calls.
+    """
+
+    start: float
+    tile: float
+    key: float
+
+
+DECODE_TIMES = {
+    32: DecodeTimes(200.0, 120.0, 0.8),
+    64: DecodeTimes(200.0, 200.0, 1.6),
+    128: DecodeTimes(600.0, 200.0, 1.6),
+}
+"""By the rows of a tile, of 16 bits."""
+
+WIDENED_TIMES = DecodeTimes(3200.0, 200.0, 0.95)
+"""Of e4m3 with more rows than a kernel takes in e4m3: PyTorch widens the queries before, and multiplies descales."""
+
+FORWARD_TILE = 96.0
+"""The time of a tile of the forward kernel, beside its keys."""
+
+MEMORY_KEY = 1.2
+"""The time in which a key comes, where every multiprocessor reads keys of its own."""
+
+
+def may_serve(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> bool:
+    """Whether queries are so few that the decode kernel is asked for."""
+    return len(q_shape) == 4 and len(k_shape) == 4 and q_shape[1] <= MOST_QUERIES
+
+
+def longest_alike(seqlen_k: int) -> int:
+    """The largest seqlen_k that is served as this one, a power of two or three quarters of one: a cache that grows by a
+    key a call is to find what serves it again."""
+    power = 1 << max(seqlen_k - 1, 0).bit_length()
+    return min(power // 4 * 3 if seqlen_k <= power // 4 * 3 else power, MAX_SEQLEN)
+
+
+def find_call(
+    q: TensorSpec, k: TensorSpec, v: TensorSpec, mask: MaskSpec, scores: ScoreKind, sm_margin: int
+) -> CacheCall | None:
+    """The call on a cache that serves a checked dense one of the Hopper backend, and others like it; None if the decode
+    kernel is not to. Its LSE is wanted, and its scale the default.
+
+    Args:
+        q, k, v: of 16 bits, or of e4m3 with a descale for each head.
+    """
+    if not may_serve(q.shape, k.shape) or k.shape[1] > MAX_SEQLEN:
+        return None
+    if any(repair_for(x) is Repair.COPY for x in (k, v)):
+        return None
+    (batch, seqlen_k, kv_heads, _), head_dim_v = k.shape, v.shape[3]
+    sizes = q.shape, (batch, longest_alike(seqlen_k), kv_heads, head_dim_v)
+    return _find_call(*sizes, q.dtype, q.device, mask, scores, sm_margin)
+
+
+@lru_cache(maxsize=REMEMBERED_KINDS)
+def _find_call(
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    mask: MaskSpec,
+    scores: ScoreKind,
+    sm_margin: int,
+) -> CacheCall | None:
+    """``find_call`` of all keys that are served alike."""
+    if scores.functions or scores.has_dropout or 0 in (*q_shape, *v_shape):
+        return None
+    head_dim = q_shape[3]
+    q, k, v = (_contiguous(x, dtype, device) for x in (q_shape, (*v_shape[:3], head_dim), v_shape))
+    specs = dict.fromkeys(NAMES) | {"q": q, "k_cache": k, "v_cache": v}
+    shape = read_shape(tuple(specs.values()), q_shape[1], -1)
+    # A single query is the last, and sees all keys under a causal mask.
+    if shape.seqlen_q == 1 and mask.sides == FULL_SIDES:
+        mask = NO_MASK
+    call = CacheCall(
+        shape, mask, head_dim**-0.5, scores, backend="hopper", sm_margin=sm_margin, wants_lse=True
+    )
+    return call if not why_not_on_hopper(call) and _is_faster(call) else None
+
+
+def _contiguous(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorSpec:
+    _, rows, heads, columns = shape
+    return TensorSpec(shape, (rows * heads * columns, heads * columns, columns, 1), dtype, device)
+
+
+def _is_faster(call: CacheCall) -> bool:
+    """Whether the decode kernel takes less time than the forward kernel, by count."""
+    config = select_decode(call)
+    if config.is_swapped:
+        return True
+    times = WIDENED_TIMES if config.is_widened else DECODE_TIMES[config.tile_m]
+    return decode_cost(call.shape, config.tile_m, times) <= forward_cost(call.shape)
+
+
+def decode_cost(shape: CacheShape, tile_m: int, times: DecodeTimes) -> float:
+    """Time of the decode kernel, as of ``DecodeTimes``."""
+    tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // tile_m)
+    tiles_of_a_cta = tiles / ctas_of_pieces(MULTIPROCESSORS, tiles, shape.kv_heads, has_one_length=True)
+    return times.start + max(tiles_of_a_cta, 1.0) * times.tile + tiles_of_a_cta * shape.seqlen_k * times.key
+
+
+def forward_cost(shape: CacheShape) -> float:
+    """The same of the forward kernel, which has a CTA for each multiprocessor."""
+    tiles = shape.batch * shape.heads * -(-shape.seqlen_q // FORWARD_ROWS)
+    turns = -(-tiles // MULTIPROCESSORS)
+    # Heads that share keys read them together.
+    reading = tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / shape.heads
+    return turns * (FORWARD_TILE + shape.seqlen_k * max(1.0, MEMORY_KEY * reading))

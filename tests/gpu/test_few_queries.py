@@ -1,0 +1,220 @@
+"""Dense calls of few queries on a GPU, which the decode kernel serves: against float64, with NaN around tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hopper.decode.config import DecodeConfig
+from hopper_attention import explain, flash_attn_func
+from hopper_attention.reference import attention_naive
+
+pytestmark = pytest.mark.gpu
+BF16, F16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+TOLERANCE = {BF16: 4e-3, F16: 8e-4, E4M3: 6e-2}
+"""Of the output, by its norm."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels() -> None:
+    """Few kernels are needed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes (batch, seqlen_q, seqlen_k), heads and kv_heads, head_dim and head_dim_v, and options of the call."""
+
+    sizes: tuple[int, int, int]
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = BF16
+
+    def draw(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, each in the middle of a tensor of NaN."""
+        generator = torch.Generator("cuda").manual_seed(seed)
+        (batch, seqlen_q, seqlen_k), (heads, kv_heads), (d, dv) = self.sizes, self.heads, self.head_dims
+        shapes = (seqlen_q, heads, d), (seqlen_k, kv_heads, d), (seqlen_k, kv_heads, dv)
+        drawn = []
+        for rows, count, columns in shapes:
+            around = torch.full((batch, rows + 3, count, columns), math.nan, device="cuda").to(self.dtype)
+            inner = around[:, 1 : 1 + rows]
+            values = torch.randn(inner.shape, generator=generator, device="cuda")
+            # Of e4m3 a copy into a part is a copy of bytes.
+            inner.view(torch.uint8).copy_(values.to(self.dtype).view(torch.uint8))
+            drawn.append(inner)
+        q, k, v = drawn
+        return q, k, v
+
+
+CASES = {
+    "one query": Case((2, 1, 1000), (16, 4), (128, 128), {"causal": True}),
+    "one query of one head": Case((1, 1, 5000), (1, 1), (64, 64)),
+    "one key/value head": Case((3, 5, 777), (16, 1), (128, 128), {"causal": True}, F16),
+    "no group": Case((1, 33, 2500), (2, 2), (64, 64), {"causal": True}),
+    "two tiles": Case((1, 40, 3001), (8, 2), (128, 128), {"causal": True}),
+    "wide heads": Case((2, 7, 1501), (8, 2), (256, 256), {"causal": True}),
+    "odd head_dims": Case((2, 3, 1100), (8, 4), (72, 40), {}, F16),
+    "narrow keys, wide values": Case((1, 2, 1999), (4, 1), (64, 256)),
+    "many sequences": Case((70, 2, 300), (24, 3), (128, 128), {"causal": True}),
+    "a window": Case((2, 4, 3000), (8, 2), (128, 128), {"window_size": (900, 0)}),
+    "a window to both sides": Case((1, 9, 2048), (4, 2), (64, 64), {"window_size": (700, 2)}),
+    "chunks": Case((2, 6, 2222), (8, 2), (128, 128), {"attention_chunk": 1000, "causal": True}),
+    "a softcap": Case((2, 3, 1500), (8, 2), (128, 128), {"softcap": 2.0, "causal": True}),
+    "a scale": Case((2, 3, 1500), (8, 2), (128, 128), {"softmax_scale": 0.25}),
+    "more queries than keys": Case((64, 6, 5), (64, 4), (128, 128), {"causal": True}),
+    "few keys of many heads": Case((60, 3, 64), (64, 8), (256, 256), {"causal": True}),
+}
+
+
+def is_decoded(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> bool:
+    return isinstance(explain(q, k, v, **options).config, DecodeConfig)
+
+
+def wanted(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    left, right = options.get("window_size", (-1, -1))
+    given = {name: x for name, x in options.items() if name != "window_size"}
+    return attention_naive(q, k, v, window_left=left, window_right=right, **given)
+
+
+def check(
+    case: Case, found: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+) -> None:
+    (out, lse), (exact, exact_lse) = found, wanted(q, k, v, options)
+    assert out.shape == exact.shape and out.is_contiguous() and lse.shape == exact_lse.shape
+    assert (out.double() - exact).norm() <= TOLERANCE[case.dtype] * exact.norm()
+    assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
+    assert (lse.double() - exact_lse).nan_to_num(nan=0.0).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(name: str) -> None:
+    case = CASES[name]
+    for seed in range(3):
+        q, k, v = case.draw(seed)
+        assert is_decoded(q, k, v, **case.options)
+        found = flash_attn_func(q, k, v, return_attn_probs=True, **case.options)
+        check(case, found, q, k, v, case.options)
+        # The third is one like earlier ones. Without an LSE the same kernel attends.
+        assert torch.equal(flash_attn_func(q, k, v, **case.options), found[0])
+
+
+def test_sinks() -> None:
+    case, sinks = CASES["one query"], torch.randn(16, device="cuda")
+    q, k, v = case.draw()
+    options = {"causal": True, "sinks": sinks}
+    assert is_decoded(q, k, v, **options)
+    check(case, flash_attn_func(q, k, v, return_attn_probs=True, **options), q, k, v, options)
+
+
+OF_CODES = {
+    "widened": Case((1, 10, 9000), (8, 2), (128, 128), {"causal": True}, E4M3),
+    "one query": Case((2, 1, 1000), (16, 4), (128, 128), {"causal": True}, E4M3),
+    "sixteen rows": Case((3, 4, 2001), (8, 2), (64, 64), {"causal": True}, E4M3),
+    "wide heads": Case((2, 2, 999), (8, 2), (256, 256), {"causal": True}, E4M3),
+    "no group": Case((5, 9, 64), (3, 3), (128, 128), {}, E4M3),
+    "a window": Case((2, 3, 3000), (8, 2), (128, 128), {"window_size": (900, 0)}, E4M3),
+}
+
+
+@pytest.mark.parametrize("given", ["no descales", "descales", "one tensor", "other strides"])
+@pytest.mark.parametrize("name", OF_CODES)
+def test_codes(name: str, given: str) -> None:
+    """e4m3 tensors with descales. The LSE is exact, and the error that of their codes alone."""
+    case = OF_CODES[name]
+    q, k, v = case.draw()
+    batch, kv_heads = case.sizes[0], case.heads[1]
+    scales = [torch.rand(kv_heads, batch, device="cuda").t() + 0.5 for _ in range(3)]
+    if given != "other strides":
+        scales = [x.contiguous() for x in scales]
+    if given == "one tensor":
+        scales = [scales[0]] * 3
+    names = ("q_descale", "k_descale", "v_descale")
+    descales = {} if given == "no descales" else dict(zip(names, scales, strict=True))
+    assert is_decoded(q, k, v, **case.options, **descales)
+    ones = torch.ones(batch, kv_heads, device="cuda")
+    of_q, of_k, of_v = (descales.get(name, ones).double()[:, None, :, None] for name in names)
+    of_q = of_q.repeat_interleave(case.heads[0] // kv_heads, 2)
+    whole = q.double() * of_q, k.double() * of_k, v.double() * of_v
+    for _ in range(3):
+        found = flash_attn_func(q, k, v, return_attn_probs=True, **case.options, **descales)
+        assert found[0].dtype == BF16
+        check(case, found, *whole, case.options)
+        assert torch.equal(flash_attn_func(q, k, v, **case.options, **descales), found[0])
+
+
+def test_gradients() -> None:
+    case = Case((2, 3, 1500), (8, 2), (128, 128), {"causal": True})
+    leaves = [x.detach().clone().requires_grad_() for x in case.draw()]
+    dout = torch.randn(2, 3, 8, 128, device="cuda", dtype=BF16)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    attention_naive(*exact, causal=True)[0].backward(dout.double())
+    assert is_decoded(*leaves, causal=True)
+    for _ in range(3):
+        found = torch.autograd.grad(flash_attn_func(*leaves, causal=True), leaves, dout)
+        for x, of_exact in zip(found, exact, strict=True):
+            assert of_exact.grad is not None
+            assert (x.double() - of_exact.grad).norm() <= 1e-2 * of_exact.grad.norm()
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_keys_that_grow_and_tensors_that_move(dtype: torch.dtype) -> None:
+    """Of the bits of a call that is the first of its sizes."""
+    case = Case((2, 2, 700), (8, 2), (128, 128), {}, dtype)
+    q, k, v = case.draw()
+    for rows in (600, 601, 602, 603, 700, 602):
+        seen = k[:, :rows], v[:, :rows]
+        assert is_decoded(q, *seen)
+        out = flash_attn_func(q, *seen)
+        copied = [x.clone() for x in seen]
+        assert torch.equal(out, flash_attn_func(q, *copied))
+        check(case, flash_attn_func(q, *seen, return_attn_probs=True), q, *seen, {})
+
+
+def test_odd_addresses_and_strides() -> None:
+    case = Case((2, 2, 700), (8, 2), (64, 64))
+    q, k, v = case.draw()
+    exact = wanted(q, k, v, {})[0]
+    odd = [
+        torch.zeros(x.numel() + 1, device="cuda", dtype=BF16)[1:].view(x.shape).copy_(x) for x in (q, k, v)
+    ]
+    wide = [torch.zeros(*x.shape[:3], 67, device="cuda", dtype=BF16)[..., :64].copy_(x) for x in (q, k, v)]
+    in_turn = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    for tensors in (odd, wide, in_turn, [q, k[:1].expand(2, -1, -1, -1), v]):
+        of_call = exact if tensors[1].stride(0) else wanted(*tensors, {})[0]
+        for _ in range(3):
+            assert (flash_attn_func(*tensors).double() - of_call).norm() <= 4e-3 * of_call.norm()
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_graphs_streams_and_compiled_calls(dtype: torch.dtype) -> None:
+    case = Case((2, 1, 1300), (8, 2), (128, 128), {}, dtype)
+    q, k, v = case.draw()
+    expected = [flash_attn_func(q, k, v) for _ in range(3)][-1]
+    compiled = torch.compile(lambda *x: flash_attn_func(*x), fullgraph=True)
+    assert torch.equal(compiled(q, k, v), expected)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.equal(flash_attn_func(q, k, v), expected)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_func(q, k, v)
+    for seed in (3, 4):
+        for x, new in zip((q, k, v), case.draw(seed), strict=True):
+            x.view(torch.uint8).copy_(new.view(torch.uint8))
+        graph.replay()
+        assert torch.equal(out, flash_attn_func(q, k, v))
+
+
+def test_all_rows_are_masked() -> None:
+    q, k, v = CASES["more queries than keys"].draw()
+    out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert not out[:, :1].any() and bool((lse[:, :, :1] == -math.inf).all())
+    assert out[:, 1:].isfinite().all() and lse[:, :, 1:].isfinite().all()

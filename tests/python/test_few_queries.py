@@ -1,0 +1,236 @@
+"""Dense calls of few queries: which the decode kernel serves, and what it is given, by a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_kernels.problem import MAX_SEQLEN
+from hopper.config import ForwardConfig
+from hopper.decode.config import DecodeConfig
+from hopper_attention import api, autograd, compile_cache, explain, few_queries, flash_attn_func, ops
+from hopper_attention.launch import decode, forward
+from hopper_attention.launch import few_queries as launch
+from hopper_attention.reference import attention_naive
+from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.kvcache_cases import FP8
+from tests.python.test_decode_launch import DecodeKernels
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeKernels]:
+    """Those of a pretended H200, which has no kernel of the forward pass."""
+    fake = DecodeKernels()
+    pretend(monkeypatch, forward, decode, launch)
+    monkeypatch.setattr(decode, "index_of", lambda device: 0)
+    monkeypatch.setattr(launch, "why_not_hopper", lambda target: "")
+    monkeypatch.setattr(compile_cache, "get_serving", fake.load)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    few_queries._find_call.cache_clear()
+    yield fake
+    forget_launchers()
+
+
+def draw(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def qkv(
+    seqlen_q: int, seqlen_k: int, heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = BF16
+) -> tuple[Tensor, Tensor, Tensor]:
+    shapes = (2, seqlen_q, heads, 64), (2, seqlen_k, kv_heads, 64), (2, seqlen_k, kv_heads, 64)
+    q, k, v = (draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
+    return q, k, v
+
+
+def config_of(
+    sizes: tuple[int, int, int],
+    heads: tuple[int, int],
+    head_dim: int = 128,
+    dtype: torch.dtype = BF16,
+    **given: Any,
+) -> Any:
+    """What ``explain`` says of a Hopper GPU."""
+    batch, seqlen_q, seqlen_k = sizes
+    q, k = (
+        torch.empty(batch, rows, count, head_dim, dtype=dtype, device="meta")
+        for rows, count in zip((seqlen_q, seqlen_k), heads, strict=True)
+    )
+    plan = explain(q, k, k, device_capability=(9, 0), **given)
+    assert (few_queries.NOTE in plan.notes) == isinstance(plan.config, DecodeConfig)
+    return plan.config
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "head_dim", "rows"),
+    [
+        # A step of decoding: of one sequence, of many, and with many heads.
+        ((1, 1, 2000), (32, 8), 128, 32),
+        ((64, 1, 4096), (32, 8), 128, 32),
+        ((1, 1, 300), (8, 8), 256, 32),
+        # A few tokens that were guessed ahead.
+        ((8, 5, 3000), (32, 4), 128, 64),
+        ((4, 16, 9000), (8, 1), 64, 128),
+        # Many keys of few heads, which fill no GPU.
+        ((1, 64, 60_000), (2, 2), 128, 64),
+    ],
+)
+def test_calls_that_the_decode_kernel_serves(
+    sizes: tuple[int, int, int], heads: tuple[int, int], head_dim: int, rows: int
+) -> None:
+    for causal in (False, True):
+        config = config_of(sizes, heads, head_dim, causal=causal)
+        assert isinstance(config, DecodeConfig) and config.tile_m == rows
+        # A single query sees all keys.
+        assert config.causal == (causal and sizes[1] > 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [
+        ((1, 257, 100_000), (8, 1)),
+        ((1, 4096, 4096), (8, 8)),
+        ((1, 20, 64), (8, 8)),
+        # Heads with keys of their own that fill the GPU.
+        ((64, 100, 2000), (16, 16)),
+    ],
+)
+def test_calls_that_the_forward_kernel_serves(sizes: tuple[int, int, int], heads: tuple[int, int]) -> None:
+    assert isinstance(config_of(sizes, heads), ForwardConfig)
+
+
+def test_what_the_decode_kernel_does_not_do_is_the_forward_kernels() -> None:
+    sizes, heads = (1, 1, 2000), (32, 8)
+    slopes = torch.ones(32, device="meta")
+    for given in (
+        {"alibi_slopes": slopes},
+        {"dropout_p": 0.5},
+        {"score_mod": lambda score, b, h, q_idx, kv_idx: score + 1.0},
+        {"mask_mod": lambda b, h, q_idx, kv_idx: kv_idx > q_idx},
+    ):
+        assert isinstance(config_of(sizes, heads, **given), ForwardConfig), given
+    for given in (
+        {"softcap": 2.0},
+        {"sinks": torch.ones(32, device="meta")},
+        {"window_size": (100, 0)},
+        {"attention_chunk": 512, "causal": True},
+        {"sm_margin": 8},
+    ):
+        assert isinstance(config_of(sizes, heads, **given), DecodeConfig), given
+    assert config_of(sizes, heads, backend="reference").name.startswith("reference")
+
+
+def test_codes_of_few_rows_are_always_the_decode_kernels() -> None:
+    for sizes, heads in (((1, 1, 30), (4, 4)), ((100, 2, 5000), (64, 8)), ((1, 16, 8000), (8, 8))):
+        config = config_of(sizes, heads, dtype=FP8)
+        assert isinstance(config, DecodeConfig) and config.e4m3_queries
+    # More rows are of a kernel in 16 bits, where many keys are shared out.
+    config = config_of((1, 16, 60_000), (8, 2), dtype=FP8)
+    assert isinstance(config, DecodeConfig) and config.is_widened
+    for sizes, heads in (((1, 16, 1000), (8, 2)), ((64, 64, 2000), (8, 8))):
+        assert isinstance(config_of(sizes, heads, dtype=FP8), ForwardConfig)
+
+
+def test_lengths_that_are_served_alike() -> None:
+    classes = [few_queries.longest_alike(n) for n in range(1, 5000)]
+    assert all(n <= most for n, most in enumerate(classes, 1)) and classes == sorted(classes)
+    assert set(classes) == {2**i for i in range(13)} | {3 * 2**i for i in range(12)}
+    assert all(few_queries.longest_alike(most) == most for most in classes)
+    assert few_queries.longest_alike(MAX_SEQLEN) == MAX_SEQLEN
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"softmax_scale": 0.3},
+        {"window_size": (200, 0)},
+        {"attention_chunk": 300, "causal": True},
+        {"softcap": 1.5},
+    ],
+    ids=str,
+)
+def test_results(kernels: DecodeKernels, options: dict[str, Any]) -> None:
+    q, k, v = qkv(3, 777)
+    given = dict(options)
+    left, right = given.pop("window_size", (-1, -1))
+    exact, exact_lse = attention_naive(q, k, v, window_left=left, window_right=right, **given)
+    for number in range(1, 5):
+        out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+        assert len(kernels.calls) == number and len(kernels.loaded) <= 3
+        torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-4)
+    out = flash_attn_func(q, k, v, **options)
+    torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-2)
+
+
+def test_keys_that_grow_are_found_once(kernels: DecodeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv(1, 1024)
+    for rows in (800, 801):
+        flash_attn_func(q, k[:, :rows], v[:, :rows])
+    monkeypatch.setattr(api, "run_forward", None)
+    for rows in (802, 1000, 769, 1024):
+        out = flash_attn_func(q, k[:, :rows], v[:, :rows])
+        exact, _ = attention_naive(q, k[:, :rows], v[:, :rows])
+        torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-2)
+        assert kernels.calls[-1]["lengths"].tolist() == [MAX_SEQLEN] * 2
+    assert len(kernels.calls) == 6
+
+
+def test_tensors_that_tma_cannot_address(kernels: DecodeKernels) -> None:
+    q, k, v = qkv(2, 700)
+    exact, _ = attention_naive(q, k, v)
+    odd = [torch.zeros(x.numel() + 1, dtype=BF16)[1:].view(x.shape).copy_(x) for x in (q, k, v)]
+    for tensors in ([q, k, v], odd, [q, k, v], odd):
+        out = flash_attn_func(*tensors)
+        torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-2)
+        assert all(kernels.calls[-1][name].data_ptr() % 16 == 0 for name in ("q", "k", "v"))
+    of_one = k[:1].expand(2, -1, -1, -1)
+    # Keys that would be copied whole are the forward kernel's, which copies them.
+    call = few_queries.find_call(
+        *map(decode.TensorSpec.of, (q, of_one, v)), few_queries.NO_MASK, forward.PLAIN, 0
+    )
+    assert call is None
+
+
+def test_gradients_are_recorded(kernels: DecodeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [x.requires_grad_() for x in qkv(2, 700)]
+    seen: list[Any] = []
+
+    def differentiate(
+        dout: Tensor, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *o: Any
+    ) -> Any:
+        seen.append(lse)
+        return q.clone(), k.clone(), v.clone()
+
+    monkeypatch.setattr(ops, "differentiate", differentiate)
+    out = autograd.forward(*leaves, 0.125, False, None, 0, False, -1, -1, 0, *forward.NO_SCORES.values)[0]
+    out.sum().backward()
+    exact_lse = attention_naive(*leaves, softmax_scale=0.125)[1]
+    torch.testing.assert_close(seen[0].double(), exact_lse.detach(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seqlens", [(2, 300), (10, 60_000)], ids=["codes", "widened"])
+@pytest.mark.parametrize("has_descales", [False, True])
+def test_codes(kernels: DecodeKernels, seqlens: tuple[int, int], has_descales: bool) -> None:
+    q, k, v = qkv(*seqlens, dtype=FP8)
+    names = ("q_descale", "k_descale", "v_descale")
+    scales = [torch.rand(2, 2, generator=torch.Generator().manual_seed(i)) + 0.5 for i in range(3)]
+    descales = dict(zip(names, scales, strict=True)) if has_descales else {}
+    ones = torch.ones(2, 2)
+    of_q, of_k, of_v = (descales.get(name, ones)[:, None, :, None].double() for name in names)
+    whole = q.double() * of_q.repeat_interleave(2, 2), k.double() * of_k, v.double() * of_v
+    exact, exact_lse = attention_naive(*whole)
+    for number in range(1, 5):
+        out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **descales)
+        assert out.dtype == BF16 and len(kernels.calls) == number
+        torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse.double(), exact_lse, atol=1e-2, rtol=1e-2)
+    assert kernels.loaded[0].is_widened == (seqlens[0] == 10)
