@@ -102,7 +102,7 @@ def _find_call(
     if scores.functions or scores.has_dropout or 0 in (*q_shape, *v_shape):
         return None
     head_dim = q_shape[3]
-    q, k, v = (_contiguous(x, dtype, device) for x in (q_shape, (*v_shape[:3], head_dim), v_shape))
+    q, k, v = (contiguous_spec(x, dtype, device) for x in (q_shape, (*v_shape[:3], head_dim), v_shape))
     specs = dict.fromkeys(NAMES) | {"q": q, "k_cache": k, "v_cache": v}
     shape = read_shape(tuple(specs.values()), q_shape[1], -1)
     # A single query is the last, and sees all keys under a causal mask.
@@ -111,34 +111,38 @@ def _find_call(
     call = CacheCall(
         shape, mask, head_dim**-0.5, scores, backend="hopper", sm_margin=sm_margin, wants_lse=True
     )
-    return call if not why_not_on_hopper(call) and _is_faster(call) else None
+    is_served = not why_not_on_hopper(call) and is_faster(call, shape.seqlen_k)
+    return call if is_served else None
 
 
-def _contiguous(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorSpec:
+def contiguous_spec(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorSpec:
     _, rows, heads, columns = shape
     return TensorSpec(shape, (rows * heads * columns, heads * columns, columns, 1), dtype, device)
 
 
-def _is_faster(call: CacheCall) -> bool:
-    """Whether the decode kernel takes less time than the forward kernel, by count."""
+def is_faster(call: CacheCall, mean_k: float) -> bool:
+    """Whether the decode kernel takes less time than the forward kernel, by count; ``mean_k`` are the keys of a
+    sequence."""
     config = select_decode(call)
     if config.is_swapped:
         return True
     times = WIDENED_TIMES if config.is_widened else DECODE_TIMES[config.tile_m]
-    return decode_cost(call.shape, config.tile_m, times) <= forward_cost(call.shape)
+    return decode_cost(call, mean_k, config.tile_m, times) <= forward_cost(call.shape, mean_k)
 
 
-def decode_cost(shape: CacheShape, tile_m: int, times: DecodeTimes) -> float:
+def decode_cost(call: CacheCall, mean_k: float, tile_m: int, times: DecodeTimes) -> float:
     """Time of the decode kernel, as of ``DecodeTimes``."""
+    shape = call.shape
     tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // tile_m)
-    tiles_of_a_cta = tiles / ctas_of_pieces(MULTIPROCESSORS, tiles, shape.kv_heads, has_one_length=True)
-    return times.start + max(tiles_of_a_cta, 1.0) * times.tile + tiles_of_a_cta * shape.seqlen_k * times.key
+    ctas = ctas_of_pieces(MULTIPROCESSORS, tiles, shape.kv_heads, call.has_one_length)
+    return times.start + max(tiles / ctas, 1.0) * times.tile + tiles / ctas * mean_k * times.key
 
 
-def forward_cost(shape: CacheShape) -> float:
-    """The same of the forward kernel, which has a CTA for each multiprocessor."""
+def forward_cost(shape: CacheShape, mean_k: float) -> float:
+    """The same of the forward kernel, which has a CTA for each multiprocessor. The longest sequence is one's."""
     tiles = shape.batch * shape.heads * -(-shape.seqlen_q // FORWARD_ROWS)
     turns = -(-tiles // MULTIPROCESSORS)
     # Heads that share keys read them together.
     reading = tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / shape.heads
-    return turns * (FORWARD_TILE + shape.seqlen_k * max(1.0, MEMORY_KEY * reading))
+    of_keys = max(turns * mean_k * max(1.0, MEMORY_KEY * reading), shape.seqlen_k)
+    return turns * FORWARD_TILE + of_keys

@@ -15,10 +15,10 @@ from hopper_attention.launch.gradients_again import GradientOptions, Passes
 from hopper_attention.launch.packed_again import ReadyPackedLaunch
 from hopper_attention.launch.packed_forward import PackedForwardLauncher
 from hopper_attention.launch.packed_gradients_again import PackedGradientCall
-from hopper_attention.launch.varlen import VarlenLaunch, find_varlen_launch
-from hopper_attention.lengths import Lengths, specs_of
+from hopper_attention.launch.varlen import VarlenLaunch, find_for
+from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
-from hopper_attention.masks import FULL_SIDES
+from hopper_attention.masks import CAUSAL_MASK, FULL_SIDES, NO_MASK
 
 Key = tuple[Any, ...]
 
@@ -78,7 +78,7 @@ def remember(
         return
     causal, deterministic, _, backend, sm_margin = options
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
-    launch = find_varlen_launch(specs, specs_of(lengths), bool(causal), (False, False), backend, sm_margin)
+    launch = find_for(specs, lengths, CAUSAL_MASK if causal else NO_MASK, backend, sm_margin)
     if isinstance(launch, PackedForwardLauncher):
         launch = ReadyPackedLaunch.of(launch, tensors, lengths) or launch
     # The flags are 0 or 1, or True or False.

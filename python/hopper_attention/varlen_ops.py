@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hopper_attention.checks import FP8_OUT_DTYPE
 from hopper_attention.launch.dequantized import attend_packed_dequantized
+from hopper_attention.launch.few_packed_queries import find_packed_with_descales
 from hopper_attention.launch.packed_fp8 import attend_packed
 from hopper_attention.launch.varlen import run_varlen, run_varlen_backward
 from hopper_attention.lengths import Lengths
@@ -116,13 +117,18 @@ def forward_varlen_fp8(
     ``exact_lse`` is that of an ``Fp8AttentionProblem``. From ``softcap`` on the arguments are those of ``Scores``,
     with which 16 bits compute.
     """
-    window = MaskSpec(causal, window_left, window_right, attention_chunk).sides
+    mask = MaskSpec(causal, window_left, window_right, attention_chunk)
+    window = mask.sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     descales = q_descale, k_descale, v_descale
     scores = Scores.of(softcap, alibi_slopes, sinks)
     if scores is not NO_SCORES:
         whole = from_packed_descales(q, k, v, descales, lengths, FP8_OUT_DTYPE)
         return attend_packed_dequantized(whole, softmax_scale, causal, backend, sm_margin, window, scores)
+
+    few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin)
+    if few is not None:
+        return few(q, k, v, *lengths, softmax_scale, *window, wants_lse=True, descales=descales)
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_packed_descales(q, k, values, descales, lengths, FP8_OUT_DTYPE)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels.plan.config import check_packed_size
-from hopper_attention import backward_rules, checks, features, forward_rules, fp8_rules
+from hopper.decode.config import DecodeConfig
+from hopper_attention import backward_rules, checks, features, few_queries, forward_rules, fp8_rules
 from hopper_attention.api import Window
 from hopper_attention.backends import KERNELS, Choice, Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
+from hopper_attention.decode_rules import serving_config
 from hopper_attention.dispatch import (
     DEQUANTIZED,
     NO_GRADIENT_WITH_QV,
@@ -31,8 +33,10 @@ from hopper_attention.dispatch import (
     of_one_launch,
 )
 from hopper_attention.dropout import no_draw
+from hopper_attention.few_packed_queries import find_packed_call
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.functions import MaskMod, ScoreMod
+from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.varlen import is_empty
 from hopper_attention.lengths import Lengths, check_kinds, check_packed, specs_of
 from hopper_attention.packed_fp8_plan import packed_config_of
@@ -128,12 +132,19 @@ def explain_varlen(
         has_work = not is_empty(q, k, lengths)
         choice = choose_in_16_bits(problem, in_16_bits, target, backend, has_work)
         config = forward_rules.select_for(problem, choice.backend, target.capability)
-    if not isinstance(config, (ReferenceConfig, TorchConfig)):
+    few: CacheCall | None = None
+    served_by: forward_rules.Config | DecodeConfig = config
+    if choice.backend == "hopper" and qv is None:
+        one = specs["q"], specs["k"], specs["v"]
+        few = find_packed_call(one, specs_of(lengths), lengths[4:], mask, scores.kind, sm_margin)
+    if few is not None:
+        served_by, notes = serving_config(few), (*notes, few_queries.NOTE)
+    elif not isinstance(config, (ReferenceConfig, TorchConfig)):
         totals = specs["q"].shape[0], specs["k"].shape[0]
         check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_m)
     notes = (
         ((choice.advice,) if choice.advice else ()) + describe_window(mask) + describe_scores(scores) + notes
-    ) + fp8_rules.describe_lse(config)
+    ) + fp8_rules.describe_lse(served_by)
     learned = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, qv, sinks) if x is not None)
     if learned and problem.has_qv:
         notes += (NO_GRADIENT_WITH_QV,)
@@ -148,8 +159,8 @@ def explain_varlen(
             if choice.backend == "hopper":
                 asked = backward_rules.packed_in_faster_order(asked, q.numel(), lengths[4:])
             notes += (_note_on_gradients(asked, target, backend),)
-    copies = (DEQUANTIZED,) if in_16_bits else describe_copies(config, specs, tensors)
-    return Plan(choice.backend, config, choice.reason, casts + copies, notes)
+    copies = (DEQUANTIZED,) if in_16_bits else describe_copies(served_by, specs, tensors)
+    return Plan(choice.backend, served_by, choice.reason, casts + copies, notes)
 
 
 def _plan_fp8(

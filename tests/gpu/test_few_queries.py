@@ -1,9 +1,10 @@
-"""Dense calls of few queries on a GPU, which the decode kernel serves: against float64, with NaN around tensors."""
+"""Calls of few queries on a GPU, dense and packed, which the decode kernel serves: against float64, with NaN around."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hopper.decode.config import DecodeConfig
-from hopper_attention import explain, flash_attn_func
+from hopper_attention import explain, explain_varlen, flash_attn_func, flash_attn_varlen_func
 from hopper_attention.reference import attention_naive
 
 pytestmark = pytest.mark.gpu
@@ -218,3 +219,132 @@ def test_all_rows_are_masked() -> None:
     out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert not out[:, :1].any() and bool((lse[:, :, :1] == -math.inf).all())
     assert out[:, 1:].isfinite().all() and lse[:, :, 1:].isfinite().all()
+
+
+@dataclass(frozen=True)
+class PackedCase:
+    """Lengths of sequences in q and in k, heads and kv_heads, head_dim, and options."""
+
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+    heads: tuple[int, int] = (8, 2)
+    head_dim: int = 128
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = BF16
+    behind: int = 5
+    """Rows of no sequence."""
+
+    def draw(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, whose rows of no sequence are NaN."""
+        generator = torch.Generator("cuda").manual_seed(seed)
+        drawn = []
+        for lengths, heads in zip(
+            (self.lengths_q, self.lengths_k, self.lengths_k),
+            (self.heads[0], *[self.heads[1]] * 2),
+            strict=True,
+        ):
+            x = torch.randn(
+                sum(lengths) + self.behind, heads, self.head_dim, generator=generator, device="cuda"
+            )
+            x[sum(lengths) :] = math.nan
+            drawn.append(x.to(self.dtype))
+        q, k, v = drawn
+        return q, k, v
+
+    @property
+    def lengths(self) -> tuple[Any, ...]:
+        sums = [
+            torch.tensor([0, *lengths]).cumsum(0).int().cuda() for lengths in (self.lengths_q, self.lengths_k)
+        ]
+        return *sums, max(self.lengths_q), max(self.lengths_k)
+
+    def check(
+        self,
+        found: tuple[Tensor, Tensor],
+        tensors: tuple[Tensor, Tensor, Tensor],
+        used: tuple[int, ...] | None = None,
+    ) -> None:
+        (out, lse), (q, k, v) = found, tensors
+        row = key = 0
+        for n, m, seen in zip(self.lengths_q, self.lengths_k, used or self.lengths_k, strict=True):
+            of_q, of_k, of_v = q[row : row + n], k[key : key + seen], v[key : key + seen]
+            exact, exact_lse = wanted(of_q[None], of_k[None], of_v[None], self.options)
+            error = out[row : row + n].double() - exact[0]
+            assert error.norm() <= TOLERANCE[self.dtype] * exact.norm()
+            of_lse = lse[:, row : row + n]
+            assert torch.equal(of_lse == -math.inf, exact_lse[0] == -math.inf)
+            assert n == 0 or (of_lse.double() - exact_lse[0]).nan_to_num(nan=0.0).abs().max() <= 1e-3
+            row, key = row + n, key + m
+        assert not out[row:].any() and bool((lse[:, row:] == -math.inf).all())
+
+
+MANY = tuple(37 * n % 400 for n in range(90))
+PACKED = {
+    "a step of decoding": PackedCase((1, 1, 1), (3000, 5, 900), options={"causal": True}),
+    "some are empty": PackedCase((3, 0, 1, 2), (2000, 100, 0, 1500), options={"causal": True}),
+    "many": PackedCase((1,) * 90, MANY, (16, 2), 64, {"causal": True}),
+    "tokens guessed ahead": PackedCase((5, 4, 7), (4000, 64, 2999), (16, 2), 128, {"causal": True}, F16),
+    "wide heads": PackedCase((2, 2), (2000, 1), (8, 2), 256, {"causal": True}),
+    "no group": PackedCase((30, 12), (5000, 3000), (2, 2), 64),
+    "a window": PackedCase((2, 3), (3000, 2000), options={"window_size": (700, 0)}),
+    "a softcap": PackedCase((1, 2), (3000, 2000), options={"softcap": 3.0}),
+    "codes": PackedCase((1, 2, 2), (3000, 7, 2000), options={"causal": True}, dtype=E4M3),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name: str) -> None:
+    case = PACKED[name]
+    tensors = case.draw()
+    plan = explain_varlen(*tensors, *case.lengths, **case.options)
+    assert isinstance(plan.config, DecodeConfig)
+    for _ in range(3):
+        found = flash_attn_varlen_func(*tensors, *case.lengths, return_attn_probs=True, **case.options)
+        case.check(found, tensors)
+        assert torch.equal(flash_attn_varlen_func(*tensors, *case.lengths, **case.options), found[0])
+
+
+def test_packed_sequences_of_which_some_keys_are_used() -> None:
+    case, used = PACKED["a step of decoding"], (2500, 5, 0)
+    q, k, v = case.draw()
+    for first, n in ((2500, 500), (3005, 900)):
+        k[first : first + n] = math.nan
+        v[first : first + n] = math.nan
+    seqused_k = torch.tensor(used).int().cuda()
+    found = flash_attn_varlen_func(
+        q, k, v, *case.lengths, seqused_k=seqused_k, return_attn_probs=True, **case.options
+    )
+    case.check(found, (q, k, v), used)
+
+
+def test_packed_gradients() -> None:
+    case = PackedCase((3, 1), (1500, 800), options={"causal": True}, behind=0)
+    leaves = [x.requires_grad_() for x in case.draw()]
+    dout = torch.randn(4, 8, 128, device="cuda", dtype=BF16)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    parts = zip(
+        *(x.split(n) for x, n in zip(exact, ((3, 1), (1500, 800), (1500, 800)), strict=True)), strict=True
+    )
+    outs = [attention_naive(*(x[None] for x in part), causal=True)[0][0] for part in parts]
+    torch.cat(outs).backward(dout.double())
+    for _ in range(3):
+        out = flash_attn_varlen_func(*leaves, *case.lengths, causal=True)
+        for x, of_exact in zip(torch.autograd.grad(out, leaves, dout), exact, strict=True):
+            assert of_exact.grad is not None
+            assert (x.double() - of_exact.grad).norm() <= 1e-2 * of_exact.grad.norm()
+
+
+def test_packed_graphs_take_the_lengths_that_they_find() -> None:
+    case = PACKED["a step of decoding"]
+    tensors, (cu_seqlens_q, cu_seqlens_k, *longest) = case.draw(), case.lengths
+    attend = partial(flash_attn_varlen_func, *tensors, cu_seqlens_q, cu_seqlens_k, *longest, causal=True)
+    attend()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for lengths_k in ((3000, 5, 900), (100, 2900, 905)):
+        cu_seqlens_k.copy_(torch.tensor([0, *lengths_k]).cumsum(0).int())
+        graph.replay()
+        moved = PackedCase(case.lengths_q, lengths_k, options=case.options)
+        lse = flash_attn_varlen_func(*tensors, *moved.lengths, causal=True, return_attn_probs=True)[1]
+        moved.check((out, lse), tensors)

@@ -12,8 +12,19 @@ from torch import Tensor
 from cute_kernels.problem import MAX_SEQLEN
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
-from hopper_attention import api, autograd, compile_cache, explain, few_queries, flash_attn_func, ops
-from hopper_attention.launch import decode, forward
+from hopper_attention import (
+    api,
+    autograd,
+    compile_cache,
+    explain,
+    explain_varlen,
+    few_queries,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    ops,
+)
+from hopper_attention.launch import decode, forward, varlen
+from hopper_attention.launch import few_packed_queries as packed_launch
 from hopper_attention.launch import few_queries as launch
 from hopper_attention.reference import attention_naive
 from tests.python.fake_gpu import forget_launchers, pretend
@@ -27,12 +38,13 @@ BF16 = torch.bfloat16
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeKernels]:
     """Those of a pretended H200, which has no kernel of the forward pass."""
     fake = DecodeKernels()
-    pretend(monkeypatch, forward, decode, launch)
+    pretend(monkeypatch, forward, decode, launch, varlen, packed_launch)
     monkeypatch.setattr(decode, "index_of", lambda device: 0)
-    monkeypatch.setattr(launch, "why_not_hopper", lambda target: "")
+    for module in (launch, packed_launch):
+        monkeypatch.setattr(module, "why_not_hopper", lambda target: "")
     monkeypatch.setattr(compile_cache, "get_serving", fake.load)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    few_queries._find_call.cache_clear()
+    forget_launchers()
     yield fake
     forget_launchers()
 
@@ -234,3 +246,78 @@ def test_codes(kernels: DecodeKernels, seqlens: tuple[int, int], has_descales: b
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(lse.double(), exact_lse, atol=1e-2, rtol=1e-2)
     assert kernels.loaded[0].is_widened == (seqlens[0] == 10)
+
+
+LENGTHS_Q, LENGTHS_K = (3, 1, 0, 2), (400, 0, 90, 777)
+
+
+def packed(dtype: torch.dtype = BF16) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Any, ...]]:
+    """q, k and v of four sequences, and where they lie."""
+    q, k, v = (
+        draw(sum(lengths), heads, 64, dtype=dtype, seed=i)
+        for i, (lengths, heads) in enumerate(((LENGTHS_Q, 8), (LENGTHS_K, 2), (LENGTHS_K, 2)))
+    )
+    sums = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (LENGTHS_Q, LENGTHS_K)]
+    return (q, k, v), (*sums, max(LENGTHS_Q), max(LENGTHS_K))
+
+
+def in_float64(
+    tensors: tuple[Tensor, Tensor, Tensor], used: tuple[int, ...] = LENGTHS_K, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """out and lse of each sequence alone."""
+    q, k, v = (
+        x.split(lengths) for x, lengths in zip(tensors, (LENGTHS_Q, LENGTHS_K, LENGTHS_K), strict=True)
+    )
+    found = [
+        attention_naive(of_q[None], of_k[None, :n], of_v[None, :n], **options)
+        for of_q, of_k, of_v, n in zip(q, k, v, used, strict=True)
+    ]
+    return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["whole", "seqused_k"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(kernels: DecodeKernels, is_used: bool, causal: bool) -> None:
+    tensors, lengths = packed()
+    used = (300, 0, 90, 500) if is_used else LENGTHS_K
+    options = {"causal": causal, "seqused_k": torch.tensor(used).int() if is_used else None}
+    exact, exact_lse = in_float64(tensors, used, causal=causal)
+    config = explain_varlen(*tensors, *lengths, **options, device_capability=(9, 0)).config
+    assert isinstance(config, DecodeConfig) and config.layout == "varlen" and config.leftpad
+    for number in range(1, 4):
+        out, lse = flash_attn_varlen_func(*tensors, *lengths, return_attn_probs=True, **options)
+        assert len(kernels.calls) == number
+        torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_codes(kernels: DecodeKernels) -> None:
+    tensors, lengths = packed(FP8)
+    scales = [torch.rand(4, 2, generator=torch.Generator().manual_seed(i)) + 0.5 for i in range(3)]
+    out, lse = flash_attn_varlen_func(
+        *tensors, *lengths, None, None, None, True, None, *scales, return_attn_probs=True
+    )
+    rows_q, rows_k = (torch.arange(4).repeat_interleave(torch.tensor(x)) for x in (LENGTHS_Q, LENGTHS_K))
+    of_q = scales[0][rows_q].repeat_interleave(4, 1)
+    factors = of_q, scales[1][rows_k], scales[2][rows_k]
+    q, k, v = (x.double() * factor[..., None] for x, factor in zip(tensors, factors, strict=True))
+    exact, exact_lse = in_float64((q, k, v), causal=True)
+    torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), exact_lse, atol=1e-2, rtol=1e-2)
+    assert len(kernels.calls) == 1
+
+
+def test_packed_calls_that_the_forward_kernel_serves() -> None:
+    (q, k, v), (cu_seqlens_q, cu_seqlens_k, *longest) = packed()
+    for given in (
+        {"seqused_q": torch.tensor(LENGTHS_Q).int()},
+        {"alibi_slopes": torch.ones(8)},
+        {"dropout_p": 0.5},
+        {"score_mod": lambda score, b, h, q_idx, kv_idx: score + 1.0},
+    ):
+        plan = explain_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **given, device_capability=(9, 0)
+        )
+        assert isinstance(plan.config, ForwardConfig), given
+    plan = explain_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, 257, longest[1], device_capability=(9, 0))
+    assert isinstance(plan.config, ForwardConfig)

@@ -248,6 +248,11 @@ def any_lengths(batch: int, device: torch.device) -> Tensor:
     return _constant_lengths(MAX_SEQLEN, batch, device)
 
 
+def any_sequence(batch: int, device: torch.device) -> Tensor:
+    """int32 (batch,) zeros, the sequence of a cache that has one; likewise a constant."""
+    return _constant_lengths(0, batch, device)
+
+
 def _constant_lengths(length: int, batch: int, device: torch.device) -> Tensor:
     def make(where: torch.device) -> Tensor:
         return torch.full((batch,), length, dtype=torch.int32, device=where)

@@ -46,7 +46,7 @@ class FewQueriesLaunch:
         lengths = any_lengths(self.call.shape.batch, self.call.shape.device)
         of_q, of_k, of_v = descales
         tensors = CacheTensors(q, k, v, cache_seqlens=lengths, q_descale=of_q, k_descale=of_k, v_descale=of_v)
-        call = _call_of(self.call, softmax_scale, wants_lse)
+        call = call_with(self.call, softmax_scale, wants_lse)
         return attend_by(find_decode(call), tensors, scores)
 
     def ready(self, q: Tensor, k: Tensor, v: Tensor) -> ReadyFewQueries | None:
@@ -58,7 +58,7 @@ class FewQueriesLaunch:
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
-def _call_of(call: CacheCall, softmax_scale: float | None, wants_lse: bool) -> CacheCall:
+def call_with(call: CacheCall, softmax_scale: float | None, wants_lse: bool) -> CacheCall:
     """The same with these."""
     scale = call.softmax_scale if softmax_scale is None else softmax_scale
     return replace(call, softmax_scale=scale, wants_lse=wants_lse)
@@ -84,7 +84,7 @@ class ReadyFewQueries:
     def of(cls, launch: FewQueriesLaunch) -> ReadyFewQueries:
         """That of tensors like those of ``launch``."""
         with_lse = find_decode(launch.call)
-        without_lse = find_decode(_call_of(launch.call, None, False))
+        without_lse = find_decode(call_with(launch.call, None, False))
         return cls(
             launch,
             with_lse.kernel,

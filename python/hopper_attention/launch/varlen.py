@@ -15,21 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopper.config import ForwardConfig
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import backward_rules, checks
 from hopper_attention.backends import KERNELS
 from hopper_attention.checks import TensorSpec
+from hopper_attention.few_packed_queries import find_packed_call
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
 from hopper_attention.launch.backward import find_config as find_backward_config
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
+from hopper_attention.launch.few_packed_queries import FewPackedLaunch
 from hopper_attention.launch.forward import find_config, takes_wide
 from hopper_attention.launch.packed_backward import make_packed_backward_launcher
 from hopper_attention.launch.packed_forward import make_packed_launcher
 from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wide_launcher
 from hopper_attention.launch.sdpa import TorchVarlen, TorchVarlenGradient
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences, specs_of
-from hopper_attention.masks import FULL_SIDES, Sides
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
+from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.problem import AttentionProblem, GradientProblem, PackedKeys
 from hopper_attention.reference.varlen import varlen_backward, varlen_forward
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
@@ -237,6 +241,46 @@ def find_varlen_launch(
     return find_varlen(problem, q.device, backend, sm_margin)
 
 
+def find_for(
+    specs: tuple[TensorSpec, TensorSpec, TensorSpec],
+    lengths: Lengths,
+    mask: MaskSpec,
+    backend: str | None,
+    sm_margin: int,
+    scores: ScoreKind = PLAIN,
+) -> VarlenLaunch:
+    """What serves a call with these tensors and lengths: the decode kernel, or that of ``find_varlen_launch``."""
+    window = mask.has_window, mask.attention_chunk > 0
+    given = specs, specs_of(lengths)
+    of_kind = backend, sm_margin, scores
+    if lengths.max_seqlen_q <= MOST_QUERIES and is_on_hopper(*given, mask.causal, window, *of_kind):
+        call = find_packed_call(*given, lengths[4:], mask, scores, sm_margin)
+        if call is not None:
+            return FewPackedLaunch(call)
+    return find_varlen_launch(*given, mask.causal, window, *of_kind)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def is_on_hopper(
+    specs: tuple[TensorSpec, TensorSpec, TensorSpec],
+    lengths: tuple[TensorSpec | None, ...],
+    causal: bool,
+    window: tuple[bool, bool],
+    backend: str | None,
+    sm_margin: int,
+    scores: ScoreKind,
+) -> bool:
+    """Whether a kernel for Hopper serves such a call, which is checked. Raises as ``find_varlen_launch``."""
+    check_packed(*specs, lengths)
+    checks.check_backend(backend)
+    checks.check_sm_margin(sm_margin)
+    q, _, v = specs
+    problem = packed_problem_of(q, v, causal, window, scores)
+    if needs_parts(v.shape[2]):
+        return False
+    return isinstance(find_config(problem, q.device, backend), ForwardConfig)
+
+
 def run_varlen(
     q: Tensor,
     k: Tensor,
@@ -256,12 +300,9 @@ def run_varlen(
     ``MaskSpec``, the latter its sides.
     """
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
-    kind = causal, (window != FULL_SIDES, window[2] > 0), backend, sm_margin
     given = {}
-    if scores is NO_SCORES:
-        launch = find_varlen_launch(specs, specs_of(lengths), *kind)
-    else:
-        launch = find_varlen_launch(specs, specs_of(lengths), *kind, scores.kind)
+    launch = find_for(specs, lengths, MaskSpec(causal, *window), backend, sm_margin, scores.kind)
+    if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
         given = {"scores": scores}
     if q.is_cuda and is_empty(q, k, lengths):
