@@ -41,15 +41,25 @@ class DecodeTimes:
     key: float
 
 
-DECODE_TIMES = {
+DENSE_TIMES = {
     32: DecodeTimes(200.0, 120.0, 0.8),
     64: DecodeTimes(200.0, 200.0, 1.6),
     128: DecodeTimes(600.0, 200.0, 1.6),
 }
 """By the rows of a tile, of 16 bits."""
 
+PACKED_TIMES = {
+    32: DecodeTimes(200.0, 120.0, 0.8),
+    64: DecodeTimes(600.0, 200.0, 1.6),
+    128: DecodeTimes(1800.0, 200.0, 1.6),
+}
+"""The same of packed sequences (``few_packed_queries_times.json``, 400 calls)."""
+
 WIDENED_TIMES = DecodeTimes(3200.0, 200.0, 0.95)
 """Of e4m3 with more rows than a kernel takes in e4m3: PyTorch widens the queries before, and multiplies descales."""
+
+FORWARD_PACKED = 150.0
+"""The time in which another kernel plans what the forward kernel does to packed sequences."""
 
 FORWARD_TILE = 96.0
 """The time of a tile of the forward kernel, beside its keys."""
@@ -126,7 +136,8 @@ def is_faster(call: CacheCall, mean_k: float) -> bool:
     config = select_decode(call)
     if config.is_swapped:
         return True
-    times = WIDENED_TIMES if config.is_widened else DECODE_TIMES[config.tile_m]
+    of_rows = PACKED_TIMES if call.shape.is_packed_q else DENSE_TIMES
+    times = WIDENED_TIMES if config.is_widened else of_rows[config.tile_m]
     return decode_cost(call, mean_k, config.tile_m, times) <= forward_cost(call.shape, mean_k)
 
 
@@ -145,4 +156,4 @@ def forward_cost(shape: CacheShape, mean_k: float) -> float:
     # Heads that share keys read them together.
     reading = tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / shape.heads
     of_keys = max(turns * mean_k * max(1.0, MEMORY_KEY * reading), shape.seqlen_k)
-    return turns * FORWARD_TILE + of_keys
+    return turns * FORWARD_TILE + of_keys + (FORWARD_PACKED if shape.is_packed_q else 0.0)

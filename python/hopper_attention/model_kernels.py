@@ -22,11 +22,13 @@ from hopper_attention import backward_rules, forward_rules
 from hopper_attention.backends import HOPPER_CAPABILITY, KERNELS, Target
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec, check_qkv
-from hopper_attention.decode_rules import in_clusters
+from hopper_attention.decode_rules import in_clusters, select_decode
+from hopper_attention.few_packed_queries import find_packed_call
+from hopper_attention.few_queries import contiguous_spec, find_call
 from hopper_attention.forward_rules import ReferenceConfig, choose_for
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.launch.append import append_facts, select_append_config
-from hopper_attention.masks import FULL_SIDES, Sides
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import (
     USUAL_KEYS,
     AttentionProblem,
@@ -42,6 +44,9 @@ PAGE_SIZES = (0, 16, 64, 128, 256)
 
 ROTARY_FIELDS = ("rope_theta", "rope_parameters", "rope_scaling")
 """Of a config whose model rotates queries and keys, one or the other."""
+
+DRAFTS = (4, 8)
+"""Queries a sequence where tokens are guessed ahead."""
 
 CHUNKS = {1: None, 128: True, 1024: None}
 """Queries a sequence, and pack_gqa: a step of decoding, a short chunk of a prompt, and a long one."""
@@ -195,6 +200,7 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
         found += [LaunchesConfig()] if capability == HOPPER_CAPABILITY else []
     if True in model.causal:
         found += serving_of(model, capability)
+        found += few_queries_of(model) if capability == HOPPER_CAPABILITY else ()
     without_kernel = ReferenceConfig, TorchConfig
     return tuple({c.name: c for c in found if not isinstance(c, without_kernel)}.values())
 
@@ -320,3 +326,32 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
                     yield from in_clusters(plan.config, model.kv_heads)
         new = k.new_empty(4, seqlen_q, *k.shape[2:]), v.new_empty(4, seqlen_q, *v.shape[2:])
         yield select_append_config(append_facts(*new, k, v, table), target)
+
+
+def few_queries_of(model: ModelShape) -> Iterator[DecodeConfig]:
+    """The Hopper kernels of steps of decoding without a key/value cache of ours: dense, and of packed sequences, of a
+    query each and of some."""
+    batch, keys = 4, 4096
+    bounds = TensorSpec((batch + 1,), (1,), torch.int32, torch.device("meta"))
+    for queries, (causal, sides) in product((1, *DRAFTS), model.masks):
+        mask = MaskSpec(causal, *sides)
+        of_q, of_k, of_v = model.specs(1)
+        q, k, v = _with_rows(of_q, queries), _with_rows(of_k, keys), _with_rows(of_v, keys)
+        packed = _without_batch(_with_rows(of_q, batch * queries)), _without_batch(k), _without_batch(v)
+        lengths = bounds, bounds, None, None
+        for call in (
+            find_call(q, k, v, mask, model.scores, 0),
+            find_packed_call(packed, lengths, (queries, keys), mask, model.scores, 0),
+        ):
+            if call is not None:
+                config = select_decode(call)
+                yield from (config, *in_clusters(config, model.kv_heads))
+
+
+def _with_rows(x: TensorSpec, rows: int) -> TensorSpec:
+    """Of a sequence of so many, from that of another length."""
+    return contiguous_spec((1, rows, *x.shape[2:]), x.dtype, x.device)
+
+
+def _without_batch(x: TensorSpec) -> TensorSpec:
+    return x._replace(shape=x.shape[1:], strides=x.strides[1:])

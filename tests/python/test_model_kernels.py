@@ -92,6 +92,12 @@ def test_every_call_of_the_model_finds_its_kernel(
             for queries in (q, q[:, :1]):
                 plan = explain_kvcache(queries, cache, cache, cache_seqlens=lengths, **masked)
                 assert plan.config.name in found
+            for steps in (1, 4, 8):
+                few = q[:, :steps]
+                assert explain(few, k, k, **masked).config.name in found
+                counts = steps, seqlen
+                packed = few.flatten(0, 1), *flat[1:]
+                assert explain_varlen(*packed, cu, cu, *counts, **masked).config.name in found
 
 
 def test_kernels_with_clusters_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
