@@ -96,6 +96,14 @@ def dense_calls() -> dict[str, Call]:
         first = keys[:, : next(lengths)]
         return flash_attn_func(q, first, first)
 
+    step, past = draw(1, 1, 8, 128), draw(1, LENGTHS, 2, 128)
+    growing = itertools.cycle(range(LENGTHS // 2, LENGTHS))
+    codes_of_step = [x.to(torch.float8_e4m3fn) for x in (step, past, past)]
+
+    def attend_to_one_key_more() -> Tensor:
+        first = past[:, : next(growing)]
+        return flash_attn_func(step, first, first)
+
     backward = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
     nothing = partial(torch.autograd.grad, of_nothing, leaves, dout, retain_graph=True)
     return {
@@ -119,6 +127,9 @@ def dense_calls() -> dict[str, Call]:
             torch.autograd.grad, last, leaves[:1], dout, retain_graph=True
         ),
         "forward, seqlen_k not seen before": attend_to_new_length,
+        "forward, a single query": partial(flash_attn_func, step, past, keys),
+        "forward, a single query, seqlen_k not seen before": attend_to_one_key_more,
+        "forward, a single query, e4m3 with descales": partial(flash_attn_func, *codes_of_step, **scales),
     }
 
 
@@ -128,7 +139,12 @@ def packed_calls() -> dict[str, Call]:
     attend = partial(flash_attn_varlen_func, *leaves, starts, starts, 64, 64)
     *_, out = [attend() for _ in range(3)]
     backward = partial(torch.autograd.grad, out, leaves, draw(128, 2, 128), retain_graph=True)
+    steps, past = draw(2, 8, 128), [draw(LENGTHS, 2, 128) for _ in range(2)]
+    ones, ends = (torch.tensor([0, n, 2 * n], dtype=torch.int32, device=DEVICE) for n in (1, LENGTHS // 2))
     return {
+        "packed forward, single queries": partial(
+            flash_attn_varlen_func, steps, *past, ones, ends, 1, LENGTHS // 2
+        ),
         "packed forward with gradients": attend,
         "packed backward": backward,
         "packed backward" + IN_CALLING_THREAD: backward,

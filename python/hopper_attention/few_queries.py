@@ -7,6 +7,7 @@ keys of all tiles out over the GPU. FlashAttention-2 packs a single query so, Fl
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,16 +69,22 @@ MEMORY_KEY = 1.2
 """The time in which a key comes, where every multiprocessor reads keys of its own."""
 
 
+LENGTHS = (
+    *(32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096),
+    *(2**14, 2**16, 2**18, 2**20, 2**24, MAX_SEQLEN),
+)
+"""Keys of a sequence up to which all are served alike: one that grows by a key a call is to find what serves it again.
+Close where it is decided between two kernels, and multiples of what decides on clusters."""
+
+
 def may_serve(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> bool:
     """Whether queries are so few that the decode kernel is asked for."""
     return len(q_shape) == 4 and len(k_shape) == 4 and q_shape[1] <= MOST_QUERIES
 
 
 def longest_alike(seqlen_k: int) -> int:
-    """The largest seqlen_k that is served as this one, a power of two or three quarters of one: a cache that grows by a
-    key a call is to find what serves it again."""
-    power = 1 << max(seqlen_k - 1, 0).bit_length()
-    return min(power // 4 * 3 if seqlen_k <= power // 4 * 3 else power, MAX_SEQLEN)
+    """The largest seqlen_k that is served as this one."""
+    return LENGTHS[bisect_left(LENGTHS, seqlen_k)]
 
 
 def find_call(

@@ -11,6 +11,7 @@ from torch import Tensor
 from hopper_attention import autograd, checks
 from hopper_attention.checks import TensorSpec
 from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.few_packed_queries import FewPackedLaunch, ReadyFewPacked
 from hopper_attention.launch.gradients_again import GradientOptions, Passes
 from hopper_attention.launch.packed_again import ReadyPackedLaunch
 from hopper_attention.launch.packed_forward import PackedForwardLauncher
@@ -81,6 +82,8 @@ def remember(
     launch = find_for(specs, lengths, CAUSAL_MASK if causal else NO_MASK, backend, sm_margin)
     if isinstance(launch, PackedForwardLauncher):
         launch = ReadyPackedLaunch.of(launch, tensors, lengths) or launch
+    if isinstance(launch, FewPackedLaunch):
+        launch = ReadyFewPacked.of(launch, tensors, lengths) or launch
     # The flags are 0 or 1, or True or False.
     flags = bool(causal), backend, bool(deterministic)
     passes: Passes[PackedGradientCall] = Passes(GradientOptions(q.shape[2] ** -0.5, *flags, FULL_SIDES))

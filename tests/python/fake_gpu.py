@@ -136,7 +136,10 @@ def argument_of(x: Any, given: tuple[Any, ...]) -> Any:
         return given[x.number]
     if isinstance(x, at_once.Part):
         shape, strides, dtype = x.facts
-        assert given[x.number].dtype == dtype and x.byte % TMA_BYTES == 0
+        assert (
+            given[x.number].dtype == dtype
+            and x.byte % (TMA_BYTES if dtype.itemsize < 4 else dtype.itemsize) == 0
+        )
         return guards._reinterpret_tensor(given[x.number], shape, strides, x.byte // dtype.itemsize)
     if isinstance(x, at_once.ListedPart):
         count = 1 + 2 * x.dimensions

@@ -22,7 +22,7 @@ from hopper_attention.device_memory import Facts
 NONE, INTEGER, FLOAT, TENSOR = 0, 1, 3, 70
 """Type indices of TVM FFI."""
 
-DL_CODES = {torch.float8_e4m3fn: 10, torch.float16: 2, torch.float32: 2, torch.int32: 0}
+DL_CODES = {torch.float8_e4m3fn: 10, torch.bfloat16: 4, torch.float16: 2, torch.float32: 2, torch.int32: 0}
 """DLPack's kinds of dtypes that pieces have."""
 
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from hopper_attention import few_packed_queries
+from hopper_attention import device_memory, few_packed_queries
+from hopper_attention._kernels import kept_argument
 from hopper_attention.backends import target_of, why_not_hopper
 from hopper_attention.checks import TensorSpec
+from hopper_attention.device_memory import Facts, Pieces
 from hopper_attention.kvcache_checks import CacheCall, CacheTensors
+from hopper_attention.launch import at_once
+from hopper_attention.launch.at_once import Given, Part, Script, Step
+from hopper_attention.launch.base import current_device
 from hopper_attention.launch.decode import any_sequence, attend_by, find_decode
 from hopper_attention.launch.few_queries import NO_DESCALES, Descales, call_with
-from hopper_attention.layout import make_packed_addressable
+from hopper_attention.layout import TMA_BYTES, make_packed_addressable
 from hopper_attention.lengths import Lengths, specs_of
 from hopper_attention.masks import MaskSpec
 from hopper_attention.scores import NO_SCORES, PLAIN, Scores
+
+INT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,81 @@ class FewPackedLaunch:
         )
         call = call_with(self.call, softmax_scale, wants_lse)
         return attend_by(find_decode(call), tensors, scores)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyFewPacked:
+    """A ``VarlenLaunch`` without a window, of tensors of 16 bits of the same sizes and strides in every call, all keys
+    of which are used. Lengths and left pads are parts of cu_seqlens_k. ``launch`` serves where ``script`` cannot."""
+
+    launch: FewPackedLaunch
+    device_index: int
+    out: Facts
+    lse: Facts
+    work: Pieces
+    script: Script
+
+    @classmethod
+    def of(
+        cls, launch: FewPackedLaunch, tensors: tuple[Tensor, Tensor, Tensor], lengths: Lengths
+    ) -> ReadyFewPacked | None:
+        """That of calls with tensors like these; None where one is to be copied, or not all keys are used."""
+        if lengths.seqused_k is not None or any(make_packed_addressable(x) is not x for x in tensors):
+            return None
+        q, k, v, out, lse, starts_q, starts_k, parts, scale = map(Given, range(9))
+        batch, device = launch.call.shape.batch, tensors[0].device
+        with_lse, without_lse = (find_decode(call_with(launch.call, None, wants)) for wants in (True, False))
+        of_k, of_v = (
+            Part(x.number, 0, _of_one_page(given)) for x, given in zip((k, v), tensors[1:], strict=True)
+        )
+        ends, pads = (Part(starts_k.number, byte, ((batch,), (1,), torch.int32)) for byte in (INT32_BYTES, 0))
+        table = any_sequence(batch, device)[:, None]
+        # No cap, no sinks, no descales.
+        behind = with_lse.max_splits, *with_lse.sides, *(None,) * 5, with_lse.pieces
+        step = Step(
+            with_lse.kernel,
+            (q, of_k, of_v, out, lse, ends, kept_argument(table), pads, starts_q, parts, scale, *behind),
+        )
+        results = with_lse.out_facts, with_lse.lse_facts, without_lse.work
+        return cls(launch, with_lse.device_index, *results, at_once.make_script([step]))
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        window_left: int,
+        window_right: int,
+        attention_chunk: int,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        index, make = self.device_index, device_memory.empty_on_gpu
+        if (
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES
+            or current_device() != index
+            # A graph may outlive the constants of the script.
+            or device_memory.records_graph(index)
+        ):
+            lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+            window = window_left, window_right, attention_chunk
+            return self.launch(q, k, v, *lengths, softmax_scale, *window, wants_lse)
+        out = make(*self.out)
+        parts, no_lse = device_memory.stream_memory(index, self.work).arguments
+        lse = make(*self.lse) if wants_lse else no_lse
+        self.script.run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, parts, softmax_scale)
+        return out, lse
+
+
+def _of_one_page(x: Tensor) -> Facts:
+    """``x`` as a cache of one page."""
+    return (1, *x.shape), (x.shape[0] * x.stride(0), *x.stride()), x.dtype
 
 
 def find_packed_with_descales(
