@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bo
     if comes_again:
         remembered.keep(key, call, *given)
     for class_key in with_others:
-        serves = ReadyFewQueries if class_key.is_few else ReadyLaunch
+        serves = ReadyFewQueries if class_key[0] else ReadyLaunch
         if isinstance(launch, serves) and of_any_length.find(class_key, *given) is None:
             of_any_length.keep(class_key, call, *given, of_any_length=dict.fromkeys(range(1, len(given)), 1))
 
@@ -120,7 +120,9 @@ def _find_of_any_length(key: Key, given: tuple[Tensor, ...]) -> DenseCall | None
     """What serves a call by one with another number of keys, which does not decide on how it is served."""
     found = None
     for class_key in _class_keys(key):
-        found = found or of_any_length.find(class_key, *given)
+        found = of_any_length.find(class_key, *given)
+        if found is not None:
+            break
     if found is None:
         return None
     seqlen_k = given[1].shape[1]
@@ -132,23 +134,15 @@ def _find_of_any_length(key: Key, given: tuple[Tensor, ...]) -> DenseCall | None
     return found
 
 
-class ClassKey(NamedTuple):
-    """Of calls that are served alike, those of few queries whatever the tiles of the forward kernel are."""
-
-    is_few: bool
-    q_shape: tuple[int, ...]
-    longest_k: int
-    others: Key
-
-
-def _class_keys(key: Key) -> tuple[ClassKey, ...]:
-    """Those of all numbers of keys for which a kernel is chosen alike; none where they decide on more."""
-    q_shape, k_shape, *others = key
-    if len(k_shape) != 4 or not 0 < k_shape[1] <= MAX_SEQLEN or key[3][3] != FULL_SIDES:
+def _class_keys(key: Key) -> tuple[Key, ...]:
+    """Those of all numbers of keys for which a kernel is chosen alike, each behind whether it is that of few queries,
+    which is so whatever the tiles of the forward kernel are; none where they decide on more."""
+    q_shape, k_shape, is_shared, flags, grad_mode = key
+    if len(k_shape) != 4 or not 0 < k_shape[1] <= MAX_SEQLEN or flags[3] != FULL_SIDES:
         return ()
     longest = longest_alike(k_shape[1])
     if not few_queries.may_serve(q_shape, k_shape):
-        return (ClassKey(False, q_shape, longest, tuple(others)),)
+        return ((False, q_shape, longest, is_shared, flags, grad_mode),)
     few = few_queries.longest_alike(k_shape[1])
-    keys = (True, few), (False, min(few, longest))
-    return tuple(ClassKey(is_few, q_shape, most, tuple(others)) for is_few, most in keys)
+    of_tiles = False, q_shape, min(few, longest), is_shared, flags, grad_mode
+    return (True, q_shape, few, is_shared, flags, grad_mode), of_tiles

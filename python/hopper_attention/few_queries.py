@@ -66,6 +66,9 @@ FORWARD_PACKED = 150.0
 FORWARD_TILE = 96.0
 """The time of a tile of the forward kernel, beside its keys."""
 
+MARGIN = 1.1
+"""By which the decode kernel is to be faster: it is two launches as a rule, where the forward kernel is one."""
+
 MEMORY_KEY = 1.2
 """The time in which a key comes, where every multiprocessor reads keys of its own."""
 
@@ -146,7 +149,7 @@ def is_faster(call: CacheCall, mean_k: float) -> bool:
         return True
     of_rows = PACKED_TIMES if call.shape.is_packed_q else DENSE_TIMES
     times = WIDENED_TIMES if config.is_widened else of_rows[config.tile_m]
-    return decode_cost(call, mean_k, config.tile_m, times) <= forward_cost(call.shape, mean_k)
+    return MARGIN * decode_cost(call, mean_k, config.tile_m, times) <= forward_cost(call.shape, mean_k)
 
 
 def decode_cost(call: CacheCall, mean_k: float, tile_m: int, times: DecodeTimes) -> float:
