@@ -240,7 +240,9 @@ def explain(
         )
     served_by: Config | DecodeConfig = config
     if qv is None and choice.backend == "hopper":
-        q_spec, k_spec, v_spec = (specs[name] for name in "qkv")
+        # Calls on e4m3 tensors are not asked for by parts of V.
+        parted = whole if is_fp8 and not in_16_bits else specs
+        q_spec, k_spec, v_spec = (parted[name] for name in "qkv")
         few = few_queries.find_call(q_spec, k_spec, v_spec, mask, scores.kind, sm_margin)
         if few is not None:
             served_by, notes = serving_config(few), (*notes, few_queries.NOTE)

@@ -23,6 +23,11 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...], int]
 """Of q and v, and the batch."""
 
 
+def served_alike(longest_q: int, longest_k: int, total_k: int) -> tuple[int, int]:
+    """The largest bounds of lengths that are served as these: powers of two of queries."""
+    return 1 << (longest_q - 1).bit_length(), longest_alike(min(longest_k, total_k))
+
+
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def find_packed_call(
     specs: tuple[TensorSpec, TensorSpec, TensorSpec],
@@ -35,14 +40,16 @@ def find_packed_call(
     """As ``few_queries.find_call``, of q, k and v of many sequences; ``lengths`` are those of ``specs_of``, ``longest``
     bounds of their lengths in q and in k."""
     (q, k, v), cu_seqlens_q, seqused_q = specs, lengths[0], lengths[2]
-    if cu_seqlens_q is None or seqused_q is not None or longest[0] > MOST_QUERIES or k.shape[0] > MAX_SEQLEN:
+    if cu_seqlens_q is None or seqused_q is not None or longest[0] > MOST_QUERIES:
+        return None
+    if 0 in longest or not 0 < k.shape[0] <= MAX_SEQLEN:
         return None
     of_one = (TensorSpec((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides), *x[2:]) for x in (k, v))
     if any(repair_for(x) is Repair.COPY for x in of_one):
         return None
     total_k, kv_heads, head_dim_v = v.shape
     shapes = q.shape, (longest_alike(total_k), kv_heads, head_dim_v), cu_seqlens_q.shape[0] - 1
-    longest = longest[0], longest_alike(min(longest[1], total_k))
+    longest = served_alike(*longest, total_k)
     return _find_call(shapes, longest, q.dtype, q.device, mask, scores, sm_margin)
 
 

@@ -100,7 +100,7 @@ def find_call(
     Args:
         q, k, v: of 16 bits, or of e4m3 with a descale for each head.
     """
-    if not may_serve(q.shape, k.shape) or k.shape[1] > MAX_SEQLEN:
+    if not may_serve(q.shape, k.shape) or not 0 < k.shape[1] <= MAX_SEQLEN:
         return None
     if any(repair_for(x) is Repair.COPY for x in (k, v)):
         return None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hopper_attention import autograd, checks
 from hopper_attention.checks import TensorSpec
+from hopper_attention.few_packed_queries import served_alike
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.few_packed_queries import FewPackedLaunch, ReadyFewPacked
 from hopper_attention.launch.gradients_again import GradientOptions, Passes
@@ -20,6 +21,7 @@ from hopper_attention.launch.varlen import VarlenLaunch, find_for
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import CAUSAL_MASK, FULL_SIDES, NO_MASK
+from hopper_attention.packing_rules import MOST_QUERIES
 
 Key = tuple[Any, ...]
 
@@ -92,4 +94,10 @@ def remember(
 
 
 def _key_of(q: Tensor, k: Tensor, lengths: Lengths, options: Key) -> Key:
-    return q.shape, k.shape, options, tuple(map(type, options)), lengths.pattern, torch.is_grad_enabled()
+    """Few queries are served by what bounds of lengths say, too."""
+    longest_q, longest_k = lengths[4:]
+    few = None
+    if longest_q <= MOST_QUERIES and k.shape[0]:
+        few = served_alike(longest_q, longest_k, k.shape[0])
+    kinds = tuple(map(type, options))
+    return q.shape, k.shape, few, options, kinds, lengths.pattern, torch.is_grad_enabled()

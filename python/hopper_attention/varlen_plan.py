@@ -135,8 +135,8 @@ def explain_varlen(
     few: CacheCall | None = None
     served_by: forward_rules.Config | DecodeConfig = config
     if choice.backend == "hopper" and qv is None:
-        one = specs["q"], specs["k"], specs["v"]
-        few = find_packed_call(one, specs_of(lengths), lengths[4:], mask, scores.kind, sm_margin)
+        given_specs = whole["q"], whole["k"], whole["v"]
+        few = find_packed_call(given_specs, specs_of(lengths), lengths[4:], mask, scores.kind, sm_margin)
     if few is not None:
         served_by, notes = serving_config(few), (*notes, few_queries.NOTE)
     elif not isinstance(config, (ReferenceConfig, TorchConfig)):

@@ -291,6 +291,50 @@ def test_packed_sequences(kernels: DecodeKernels, is_used: bool, causal: bool) -
         torch.testing.assert_close(lse.double(), exact_lse, atol=1e-4, rtol=1e-4)
 
 
+def test_bounds_of_lengths_decide_on_what_is_found_again(kernels: DecodeKernels) -> None:
+    """One query each sees all of its keys under a causal mask; four of one sequence do not."""
+    q, k, v = draw(4, 8, 64), draw(1200, 2, 64, seed=1), draw(1200, 2, 64, seed=2)
+    single = torch.arange(5, dtype=torch.int32), 300 * torch.arange(5, dtype=torch.int32), 1, 300
+    of_one = torch.tensor([0, 4, 4, 4, 4]).int(), torch.tensor([0, 6, 406, 806, 1200]).int(), 4, 400
+    exact, _ = attention_naive(q[None], k[None, :6], v[None, :6], causal=True)
+    for _ in range(4):
+        flash_attn_varlen_func(q, k, v, *single, causal=True)
+        assert kernels.calls[-1]["cu_seqlens_q"].tolist() == [0, 1, 2, 3, 4]
+        out = flash_attn_varlen_func(q, k, v, *of_one, causal=True)
+        torch.testing.assert_close(out.double(), exact[0], atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+def test_nothing_is_launched_without_keys(kernels: DecodeKernels, dtype: torch.dtype) -> None:
+    q, k = draw(2, 1, 4, 64, dtype=dtype), draw(2, 0, 2, 64, dtype=dtype)
+    out, lse = flash_attn_func(q, k, k, return_attn_probs=True)
+    assert not out.any() and bool((lse == -torch.inf).all())
+    steps, none = torch.arange(3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    flat = q.flatten(0, 1), *[k.flatten(0, 1)] * 2
+    for longest_k in (0, 5):
+        out, lse = flash_attn_varlen_func(*flat, steps, none, 1, longest_k, return_attn_probs=True)
+        assert not out.any() and bool((lse == -torch.inf).all())
+        plan = explain_varlen(*flat, steps, none, 1, longest_k, device_capability=(9, 0))
+        assert not isinstance(plan.config, DecodeConfig)
+    assert not isinstance(explain(q, k, k, device_capability=(9, 0)).config, DecodeConfig)
+    assert not kernels.calls
+
+
+def test_wide_values() -> None:
+    """Above 256 columns they are attended to in parts, which the decode kernel serves in dense calls of 16 bits."""
+    for dtype in (BF16, FP8):
+        q, k, v = (
+            torch.empty(1, n, h, d, dtype=dtype, device="meta")
+            for n, h, d in ((1, 8, 128), (2000, 2, 128), (2000, 2, 512))
+        )
+        found = explain(q, k, v, device_capability=(9, 0)).config
+        assert isinstance(found, DecodeConfig) == (dtype is BF16)
+        bounds = torch.empty(2, dtype=torch.int32, device="meta")
+        packed = [x[0] for x in (q, k, v)]
+        found = explain_varlen(*packed, bounds, bounds, 1, 2000, device_capability=(9, 0)).config
+        assert not isinstance(found, DecodeConfig)
+
+
 def test_packed_codes(kernels: DecodeKernels) -> None:
     tensors, lengths = packed(FP8)
     scales = [torch.rand(4, 2, generator=torch.Generator().manual_seed(i)) + 0.5 for i in range(3)]

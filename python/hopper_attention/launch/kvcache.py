@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_kernels.append.config import BY_PAGE, BY_TOKEN
 from hopper_attention.backends import KERNELS, target_of
-from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.checks import FP8_DTYPE, TensorSpec
 from hopper_attention.kvcache_checks import CacheCall, CacheShape, CacheTensors
 from hopper_attention.kvcache_rotation import rotate_keys, rotate_queries_alike
 from hopper_attention.kvcache_rules import choose_path
@@ -24,8 +24,8 @@ from hopper_attention.launch.cache_copy import copy_in_16_bits
 from hopper_attention.launch.decode import attend_by, find_decode, full_lengths, is_aligned, table_of
 from hopper_attention.launch.paged_forward import paged_forward
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
-from hopper_attention.launch.varlen import run_varlen
-from hopper_attention.lengths import Lengths
+from hopper_attention.launch.varlen import find_varlen_launch, run_by
+from hopper_attention.lengths import Lengths, specs_of
 from hopper_attention.reference.append import Rotation, rounded, scales_of, tokens_of
 from hopper_attention.reference.kvcache import (
     CacheRows,
@@ -251,8 +251,12 @@ def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) ->
         options = call.softmax_scale, call.mask.causal, call.backend, call.sm_margin
         out, lse = run_packed_qv(inputs, lengths, *options, sides, scores)
     else:
-        options = call.softmax_scale, call.mask.causal, call.backend, call.sm_margin
-        out, lse = run_varlen(q, k, v, lengths, *options, call.wants_lse, sides, scores)
+        specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
+        window = call.mask.has_window, call.mask.attention_chunk > 0
+        of_kind = call.mask.causal, window, call.backend, call.sm_margin, scores.kind
+        # Not by the decode kernel, which another way would have asked.
+        launch = find_varlen_launch(specs, specs_of(lengths), *of_kind)
+        out, lse = run_by(launch, (q, k, v), lengths, call.softmax_scale, call.wants_lse, sides, scores)
     out = out.view(shape.out_shape)
     if call.wants_lse and not shape.is_packed_q:
         lse = lse.view(shape.heads, shape.batch, shape.seqlen_q).transpose(0, 1).contiguous()

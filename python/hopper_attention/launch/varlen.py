@@ -300,8 +300,22 @@ def run_varlen(
     ``MaskSpec``, the latter its sides.
     """
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
-    given = {}
     launch = find_for(specs, lengths, MaskSpec(causal, *window), backend, sm_margin, scores.kind)
+    return run_by(launch, (q, k, v), lengths, softmax_scale, wants_lse, window, scores)
+
+
+def run_by(
+    launch: VarlenLaunch,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    lengths: Lengths,
+    softmax_scale: float | None,
+    wants_lse: bool,
+    window: Sides,
+    scores: Scores,
+) -> tuple[Tensor, Tensor]:
+    """``run_varlen`` by what was found for it."""
+    q, k, v = tensors
+    given = {}
     if scores is not NO_SCORES:
         check_packed_scores(scores, q, lengths)
         given = {"scores": scores}
