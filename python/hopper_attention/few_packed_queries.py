@@ -12,7 +12,6 @@ from hopper_attention.checks import TensorSpec
 from hopper_attention.decode_rules import why_not_on_hopper
 from hopper_attention.few_queries import REMEMBERED_KINDS, contiguous_spec, is_faster, longest_alike
 from hopper_attention.kvcache_checks import NAMES, CacheCall, read_shape
-from hopper_attention.layout import Repair, repair_for
 from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
 from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.scores import ScoreKind
@@ -43,9 +42,6 @@ def find_packed_call(
     if cu_seqlens_q is None or seqused_q is not None or longest[0] > MOST_QUERIES:
         return None
     if 0 in longest or not 0 < k.shape[0] <= MAX_SEQLEN:
-        return None
-    of_one = (TensorSpec((1, *x.shape), (x.shape[0] * x.strides[0], *x.strides), *x[2:]) for x in (k, v))
-    if any(repair_for(x) is Repair.COPY for x in of_one):
         return None
     total_k, kv_heads, head_dim_v = v.shape
     shapes = q.shape, (longest_alike(total_k), kv_heads, head_dim_v), cu_seqlens_q.shape[0] - 1

@@ -17,7 +17,6 @@ from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention.checks import TensorSpec
 from hopper_attention.decode_rules import ctas_of_pieces, select_decode, why_not_on_hopper
 from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_shape
-from hopper_attention.layout import Repair, repair_for
 from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
 from hopper_attention.packing_rules import FORWARD_ROWS, MOST_QUERIES, MULTIPROCESSORS
 from hopper_attention.scores import ScoreKind
@@ -101,8 +100,6 @@ def find_call(
         q, k, v: of 16 bits, or of e4m3 with a descale for each head.
     """
     if not may_serve(q.shape, k.shape) or not 0 < k.shape[1] <= MAX_SEQLEN:
-        return None
-    if any(repair_for(x) is Repair.COPY for x in (k, v)):
         return None
     (batch, seqlen_k, kv_heads, _), head_dim_v = k.shape, v.shape[3]
     sizes = q.shape, (batch, longest_alike(seqlen_k), kv_heads, head_dim_v)
