@@ -89,7 +89,9 @@ def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bo
         return
     key = q.shape, k.shape, v is k, flags, torch.is_grad_enabled()
     comes_again = remembered.comes_again(key)
-    with_others = [x for x in _class_keys(key) if of_any_length.comes_again(x)]
+    # Whose keys grow comes again with others: the first of each class is kept then.
+    grows = of_any_length.comes_again((q.shape, *key[2:]))
+    with_others = _class_keys(key) if grows else ()
     if not comes_again and not with_others:
         return
     causal, backend, sm_margin, sides = flags
