@@ -10,13 +10,12 @@ import torch
 from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention.checks import TensorSpec
 from hopper_attention.decode_rules import why_not_on_hopper
-from hopper_attention.few_queries import REMEMBERED_KINDS, contiguous_spec, is_faster, longest_alike
+from hopper_attention.few_queries import contiguous_spec, is_faster, longest_alike
 from hopper_attention.kvcache_checks import NAMES, CacheCall, read_shape
+from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
 from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
 from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.scores import ScoreKind
-
-REMEMBERED_CALLS = 4096
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], int]
 """Of q and v, and the batch."""
@@ -49,7 +48,7 @@ def find_packed_call(
     return _find_call(shapes, longest, q.dtype, q.device, mask, scores, sm_margin)
 
 
-@lru_cache(maxsize=REMEMBERED_KINDS)
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def _find_call(
     shapes: Shapes,
     longest: tuple[int, int],

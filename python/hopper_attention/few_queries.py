@@ -17,11 +17,10 @@ from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention.checks import TensorSpec
 from hopper_attention.decode_rules import ctas_of_pieces, select_decode, why_not_on_hopper
 from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_shape
+from hopper_attention.launch.base import REMEMBERED_LAUNCHERS
 from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
 from hopper_attention.packing_rules import FORWARD_ROWS, MOST_QUERIES, MULTIPROCESSORS
 from hopper_attention.scores import ScoreKind
-
-REMEMBERED_KINDS = 1024
 
 NOTE = (
     "few queries: the decode kernel has the query heads of a key/value head as rows of a tile, and shares all keys out "
@@ -31,10 +30,10 @@ NOTE = (
 
 @dataclass(frozen=True)
 class DecodeTimes:
-    """Times of the decode kernel: of its start, of a tile, and of a key of a tile.
+    """What the decode kernel takes to start, for a tile, and for a key of a tile.
 
-    All are in that of a key of a full tile of the forward kernel, and from 800 calls (``few_queries_times.json``,
-    ``few_queries.json``).
+    The unit is the time in which a full tile of the forward kernel visits a key. Found by timing 800 calls
+    (``few_queries_times.json``, ``few_queries.json``).
     """
 
     start: float
@@ -106,7 +105,7 @@ def find_call(
     return _find_call(*sizes, q.dtype, q.device, mask, scores, sm_margin)
 
 
-@lru_cache(maxsize=REMEMBERED_KINDS)
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def _find_call(
     q_shape: tuple[int, ...],
     v_shape: tuple[int, ...],
@@ -134,6 +133,7 @@ def _find_call(
 
 
 def contiguous_spec(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> TensorSpec:
+    """Of a tensor of four dimensions without gaps."""
     _, rows, heads, columns = shape
     return TensorSpec(shape, (rows * heads * columns, heads * columns, columns, 1), dtype, device)
 

@@ -94,7 +94,7 @@ def remember(
 
 
 def _key_of(q: Tensor, k: Tensor, lengths: Lengths, options: Key) -> Key:
-    """Few queries are served by what bounds of lengths say, too."""
+    """Where queries are few, bounds of lengths decide on the kernel and its mask, and count too."""
     longest_q, longest_k = lengths[4:]
     few = None
     if longest_q <= MOST_QUERIES and k.shape[0]:

@@ -254,7 +254,7 @@ def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) ->
         specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
         window = call.mask.has_window, call.mask.attention_chunk > 0
         of_kind = call.mask.causal, window, call.backend, call.sm_margin, scores.kind
-        # Not by the decode kernel, which another way would have asked.
+        # By the forward kernel, which ``explain_kvcache`` names for this way.
         launch = find_varlen_launch(specs, specs_of(lengths), *of_kind)
         out, lse = run_by(launch, (q, k, v), lengths, call.softmax_scale, call.wants_lse, sides, scores)
     out = out.view(shape.out_shape)
