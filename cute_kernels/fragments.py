@@ -7,7 +7,7 @@ the pair, row, j.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_kernels.fast_math import pack
 
@@ -187,3 +187,9 @@ def store_row_as_operand_a(operand: cute.Tensor, acc: cute.Tensor, r: cutlass.Co
     rows = as_rows(acc)
     for j in cutlass.range_constexpr(rows.shape[1][1]):
         words[r + rows.shape[0] * j] = pack(rows[r, (0, j)], rows[r, (1, j)], operand.element_type)
+
+
+def store_2(tensor: cute.Tensor, place: tuple, low: Float32, high: Float32) -> None:
+    """An element of a tensor in global memory, at a multiple of 8 bytes, and the one behind it."""
+    address = (tensor.iterator + cute.crd2idx(place, tensor.layout)).toint()
+    cute.arch.inline_ptx("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])

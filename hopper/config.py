@@ -20,6 +20,7 @@ from cute_kernels.problem import (
     feature_names,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
+from hopper.field_checks import check_group, check_used_columns
 
 SMEM_BYTES = 232_448
 """Shared memory a CTA may use on sm_90 (227 KiB)."""
@@ -100,7 +101,9 @@ class ForwardConfig:
     key blocks of a list alone, and asks the mask function only in those that the list calls seen in part. With
     ``page_box`` K and V lie in the pages of a cache, in each so many rows together, or a multiple; 0 is no cache.
     ``used_head_dim`` and ``used_head_dim_v`` are the columns, of the ``head_dim`` that a row of Q and K has in shared
-    memory, and of V's, that are multiplied where those behind them are known to be zeros; 0 is all.
+    memory, and of V's, that are multiplied where those behind them are known to be zeros; 0 is all. ``group`` query
+    heads of a K/V head stand in the rows of a tile, those of one query after another; 1 is a head (``grouped``). With
+    ``split`` several CTAs visit parts of a tile's keys, and leave partial results (``split``).
     """
 
     dtype: str
@@ -129,12 +132,14 @@ class ForwardConfig:
     page_box: int = 0
     used_head_dim: int = 0
     used_head_dim_v: int = 0
+    group: int = 1
+    split: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether a kernel takes nothing but dense tensors and a scale: there is no mask but a causal one, and nothing
         is done to scores or P."""
-        return not self.window and self.layout == DENSE and not self.changes_scores
+        return not (self.window or self.split or self.changes_scores) and self.layout == DENSE
 
     @property
     def changes_scores(self) -> bool:
@@ -190,7 +195,8 @@ class ForwardConfig:
         is_masked = self.causal or self.window
         has_parts = self.consumers > 2 or (self.consumers == 2 and self.two_walk_apart)
         is_known = is_masked or (self.cuts_first_product and self.head_dim == 128)
-        return is_known and has_parts and self.warp_specialized and not self.ping_pong
+        is_whole = self.warp_specialized and not self.split
+        return is_known and has_parts and is_whole and not self.ping_pong
 
     @property
     def two_walk_apart(self) -> bool:
@@ -266,6 +272,10 @@ class ForwardConfig:
     def consumers(self) -> int:
         """Consumer warpgroups; each owns 64 rows of the tile."""
         return self.tile_m // WARPGROUP_ROWS
+
+    @property
+    def tile_queries(self) -> int:
+        return self.tile_m // self.group
 
     @property
     def threads(self) -> int:
@@ -383,8 +393,9 @@ class ForwardConfig:
         """Whether O goes from registers straight to global memory, so that nothing is awaited for its sake: in 16 bits
         at head_dim 128 and 256, where it has no place of its own. Where it has one that is faster."""
         is_known = self.head_dim == self.head_dim_v and self.head_dim in (128, MAX_HEAD_DIM)
-        is_bare = self.is_plain and self.element_bytes == 2 and not self.used_head_dim
-        return is_known and is_bare and self._o_needs_place and self.pipelined and self.warp_specialized
+        is_bare = self.is_plain and self.element_bytes == 2 and not self.used_head_dim and self.group == 1
+        is_plain = is_known and is_bare and self._o_needs_place and self.pipelined and self.warp_specialized
+        return is_plain or self.split
 
     @property
     def has_short_beginnings(self) -> bool:
@@ -403,7 +414,8 @@ class ForwardConfig:
         of few keys serve short sequences, where nothing is gained."""
         is_long = self.head_dim == MAX_HEAD_DIM and self.tile_n > WARPGROUP_ROWS
         is_narrow = self.head_dim == self.head_dim_v == 128 and self.walks_apart and not self.used_head_dim
-        return self.causal and self.is_plain and self.element_bytes == 2 and (is_long or is_narrow)
+        is_plain = self.is_plain and self.group == 1
+        return self.causal and is_plain and self.element_bytes == 2 and (is_long or is_narrow)
 
     @property
     def least_m_blocks(self) -> int:
@@ -440,7 +452,9 @@ class ForwardConfig:
         """Whether a CTA that has started early asks for its first tile: for inputs that are in memory, and not in L2,
         the trip there is made while the kernel in front ends."""
         is_known = (self.head_dim, self.tile_n, self.causal) in ASKING_TILES and self.element_bytes == 2
-        is_whole = self.is_plain and not self.used_head_dim and self.head_dim == self.head_dim_v
+        is_whole = (
+            self.is_plain and not self.used_head_dim and self.head_dim == self.head_dim_v and self.group == 1
+        )
         return is_known and is_whole and self.starts_early and self.warp_specialized
 
     @property
@@ -487,6 +501,7 @@ class ForwardConfig:
         parts += feature_names(self)
         parts += [f"pages{self.page_box}"] if self.page_box else []
         parts += [f"used{self.used_head_dim}v{self.used_head_dim_v}"] if self.used_head_dim else []
+        parts += ([f"g{self.group}"] if self.group > 1 else []) + (["split"] if self.split else [])
         return "_".join(parts)
 
 
@@ -532,7 +547,8 @@ def validate_forward_config(config: ForwardConfig) -> None:
             f"divide tile_n, {c.tile_n}"
         )
     check_block_lists(c)
-    _validate_used_columns(c)
+    check_used_columns(c, (COLUMNS_PER_STEP, COLUMNS_PER_ATOM))
+    check_group(c)
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:
         raise ValueError(
@@ -541,20 +557,6 @@ def validate_forward_config(config: ForwardConfig) -> None:
         )
     if c.smem_bytes > c.smem_limit:
         raise ValueError(f"the tiles need {c.smem_bytes} bytes of shared memory, allowed: {c.smem_limit}")
-
-
-def _validate_used_columns(config: ForwardConfig) -> None:
-    """Both are given or none is."""
-    c = config
-    if bool(c.used_head_dim) != bool(c.used_head_dim_v) or (c.used_head_dim and c.element_bytes != 2):
-        raise ValueError(
-            f"used_head_dim is {c.used_head_dim} and used_head_dim_v {c.used_head_dim_v} of elements of "
-            f"{c.element_bytes} bytes, allowed: 0 and 0, or in 16 bits both more"
-        )
-    for name, step in (("head_dim", COLUMNS_PER_STEP), ("head_dim_v", COLUMNS_PER_ATOM)):
-        used, of_tile = getattr(c, f"used_{name}"), getattr(c, name)
-        if used % step or not 0 <= used <= of_tile:
-            raise ValueError(f"used_{name} is {used}, allowed: multiples of {step} up to {name}, {of_tile}")
 
 
 def _validate_registers(config: ForwardConfig) -> None:

@@ -111,6 +111,10 @@ class AmpereForwardConfig:
         return WARP_THREADS * self.warps
 
     @property
+    def tile_queries(self) -> int:
+        return self.tile_m
+
+    @property
     def rows_per_warp(self) -> int:
         return self.tile_m // self.warps
 

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_kernels.fast_math import exp2, pack
+from cute_kernels.fragments import store_2
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.softmax import LN_2
 from hopper.decode.config import PARTS_PER_CTA, DecodeConfig
@@ -160,9 +161,3 @@ class Results(LoopInvariant):
                 if rows.leads:
                     store_2(sums, (0, row), row_sum.shift, row_sum.total)
                     sums[2, row] = row_sum.rounded
-
-
-def store_2(tensor: cute.Tensor, place: tuple, low: Float32, high: Float32) -> None:
-    """An element of a tensor in global memory, at a multiple of 8 bytes, and the one behind it."""
-    address = (tensor.iterator + cute.crd2idx(place, tensor.layout)).toint()
-    cute.arch.inline_ptx("st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, low, high])

@@ -5,11 +5,21 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.key_blocks import BlockRange
+from cute_kernels.mask import TileMask
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
-from cute_kernels.seqlen import CutSeqlens, DenseSeqlens, LedSeqlens, lead_of_few_keys, lead_of_queries
+from cute_kernels.seqlen import (
+    CutSeqlens,
+    DenseSeqlens,
+    LedSeqlens,
+    SeqlenInfo,
+    lead_of_few_keys,
+    lead_of_queries,
+)
 from cute_kernels.tile_scheduler import (
     Sections,
     ShortTiles,
@@ -18,9 +28,10 @@ from cute_kernels.tile_scheduler import (
     heads_of_last,
     short_m_blocks,
 )
+from cute_kernels.window import Window
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.store import DenseTmaStore, PackedTmaStore
-from hopper.tiles import ragged_view
+from hopper.tiles import TmaOperand, ragged_view
 
 
 @dataclass(frozen=True)
@@ -39,27 +50,69 @@ class DenseBatch(LoopInvariant):
         """A tensor of rows as TMA sees it: (seqlen, head_dim, heads, batch)."""
         return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 3, 2, 0]))
 
+    @property
+    def rows_of_box(self) -> int | tuple[int, int]:
+        """Of Q and O, that TMA copies for a warpgroup."""
+        return WARPGROUP_ROWS
+
+    def view_queries(self, tensor: cute.Tensor) -> cute.Tensor:
+        """``view`` of Q or O."""
+        return self.view(tensor)
+
+    def view_outputs(self, mO: cute.Tensor) -> cute.Tensor:
+        """O as the store takes it."""
+        return self.view_queries(mO)
+
+    def make_o_atom(self, mO: cute.Tensor, layout: cute.ComposedLayout) -> tuple:
+        """The TMA atom that stores O, and its coordinate tensor; ``mO`` is ``view_outputs``."""
+        store = cpasync.CopyBulkTensorTileS2GOp()
+        return cpasync.make_tiled_tma_atom(store, mO, layout, (self.rows_of_box, self.config.head_dim_v))
+
+    def queries_and_heads(self, mQ: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+        """Of the view of Q the queries of a sequence, the heads that have tiles of their own, and the sequences."""
+        return mQ.shape[0], mQ.shape[2], mQ.shape[3]
+
+    def group(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
+        """Heads with tiles of their own that share the keys of a head."""
+        return self.queries_and_heads(mQ)[1] // mK.shape[2]
+
+    def operand(self, *parts) -> TmaOperand:
+        """Q or O, as TMA copies them."""
+        return TmaOperand(*parts)
+
+    def heads_and_sequences(self, mLSE: cute.Tensor) -> tuple[Int32, Int32]:
+        """Heads that have tiles of their own, and sequences; ``mLSE`` is ``view_lse``."""
+        return mLSE.shape[1] // self.config.group, mLSE.shape[2]
+
+    def block_range(self, window: Window, mLSE: cute.Tensor) -> BlockRange:
+        """Which keys tiles visit."""
+        return BlockRange(self.config.tile_queries, self.config.tile_n, window, self.config.few_keys)
+
+    def mask(self, window: Window, seqlens: SeqlenInfo, row: Int32, col: Int32) -> TileMask:
+        """That of a thread whose first row of a sequence's tiles is ``row``."""
+        return TileMask(window, self.config.tile_n, seqlens, row, col)
+
     def view_lse(self, mLSE: cute.Tensor) -> cute.Tensor:
         return cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
 
     def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
-        c, seqlens = self.config, (mQ.shape[0], mK.shape[0])
+        c, seqlens = self.config, (self.queries_and_heads(mQ)[0], mK.shape[0])
         if c.few_keys:
             return *seqlens, lead_of_few_keys(seqlens, c.tile_m, WARPGROUP_ROWS, c.few_keys)
         return (*seqlens, lead_of_queries(seqlens, c.tile_m)) if c.counts_from_end else seqlens
 
     def sections(self, mQ: cute.Tensor, mK: cute.Tensor, num_ctas: Int32) -> Sections:
         """Of ``TileOrder``, for the views of Q and K."""
-        m_blocks, kv_heads = cute.ceil_div(mQ.shape[0], self.config.tile_m), mK.shape[2] * mQ.shape[3]
-        group = mQ.shape[2] // mK.shape[2]
+        seqlen_q, heads, batches = self.queries_and_heads(mQ)
+        m_blocks, kv_heads = cute.ceil_div(seqlen_q, self.config.tile_queries), mK.shape[2] * batches
+        group = heads // mK.shape[2]
         last = heads_of_last(m_blocks, kv_heads, group, num_ctas)
         return Sections.of_keys(self._bytes_per_key, mK.shape[0], kv_heads, group, last)
 
     def num_ctas(self, mQ: cute.Tensor, num_ctas: Int32) -> Int32:
         """No more than there are tiles."""
-        return cutlass.min(
-            num_ctas, cute.ceil_div(mQ.shape[0], self.config.tile_m) * mQ.shape[2] * mQ.shape[3]
-        )
+        seqlen_q, heads, batches = self.queries_and_heads(mQ)
+        return cutlass.min(num_ctas, cute.ceil_div(seqlen_q, self.config.tile_queries) * heads * batches)
 
     def divisors(
         self, mQ: cute.Tensor, mK: cute.Tensor, sections: Sections
@@ -68,8 +121,7 @@ class DenseBatch(LoopInvariant):
         registers for them."""
         if not self.config.has_divisors:
             return ()
-        sizes = mQ.shape[0], mQ.shape[2], mQ.shape[3]
-        group = mQ.shape[2] // mK.shape[2]
+        sizes, group = self.queries_and_heads(mQ), self.group(mQ, mK)
         if not self.config.ends_with_short_tiles:
             return (self._order(*sizes, sections).make_divisors(group),)
         seqlens, kv_heads = (mQ.shape[0], mK.shape[0]), mK.shape[2] * mK.shape[3]
@@ -87,7 +139,7 @@ class DenseBatch(LoopInvariant):
         divisors: tuple = (),
     ) -> TileOrder:
         """For the views of the kernel."""
-        num_heads, num_batches = mLSE.shape[1], mLSE.shape[2]
+        num_heads, num_batches = self.heads_and_sequences(mLSE)
         return self._order(lengths[0], num_heads, num_batches, sections, divisors[:1], divisors[1:])
 
     def _order(
@@ -100,7 +152,7 @@ class DenseBatch(LoopInvariant):
         short_tiles: tuple[ShortTiles, ...] = (),
     ) -> TileOrder:
         return TileOrder(
-            cute.ceil_div(seqlen_q, self.config.tile_m),
+            cute.ceil_div(seqlen_q, self.config.tile_queries),
             num_heads,
             num_batches,
             sections,
@@ -138,6 +190,10 @@ class PackedBatch(DenseBatch):
 
     store_type = PackedTmaStore
 
+    def heads_and_sequences(self, mLSE: cute.Tensor) -> tuple[Int32, Int32]:
+        """Sequences lie in one."""
+        return mLSE.shape[1] // self.config.group, Int32(1)
+
     def view(self, tensor: cute.Tensor) -> cute.Tensor:
         """(rows, head_dim, heads, ...), as ``ragged_view`` gives it."""
         return ragged_view(cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[0, 2, 1])))
@@ -167,14 +223,14 @@ class PackedBatch(DenseBatch):
         sections: Sections,
         divisors: tuple = (),
     ) -> PackedTileOrder:
-        (plan, sequences), num_heads = lengths, mLSE.shape[1]
+        (plan, sequences), (num_heads, _) = lengths, self.heads_and_sequences(mLSE)
         return PackedTileOrder(
             plan,
             sequences,
             PackedTileOrder.count(plan, num_heads),
             num_heads,
             heads_per_kv_head,
-            self.config.tile_m,
+            self.config.tile_queries,
             self._longest_first,
         )
 

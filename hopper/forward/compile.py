@@ -27,6 +27,9 @@ from hopper.forward.parts import KernelParts
 TMA_BYTES = 16
 """That strides are multiples of."""
 
+FLOATS = 4
+"""Columns of partial results, and strides, are multiples of so many."""
+
 
 def compile_forward(config: ForwardConfig, options: str = ""):
     """Compile the kernel of ``config`` for sm_90a.
@@ -52,6 +55,9 @@ def compile_forward(config: ForwardConfig, options: str = ""):
     at most the config's, no dimension larger than 1 has stride 0, the sizes pass ``check_problem_size``, and no
     launch that may run at the same time has the same tile_counter.
 
+    With ``split`` out is float32 (parts, b, sq, h, dv) and lse float32 (parts, b, sq, h), both contiguous and there,
+    with the layout "varlen" (parts, 1, total_q, h) and so on; parts are at most 127, b below 2^24, dv a multiple of 4.
+
     Without a GPU, set ``CUTE_DSL_ARCH=sm_90a`` in the environment first. ``options`` go to ``cute.compile``.
     """
     parts = KernelParts.of_16_bits(config)
@@ -61,7 +67,7 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         return compile_for_torch(kernel, *forward_tensors(c), words(2), scale, ctas, options=options)
     return compile_for_torch(
         GeneralForwardKernel(c, parts),
-        *forward_tensors(c, in_pages=c.page_box > 0),
+        *(split_tensors(c) if c.split else forward_tensors(c, in_pages=c.page_box > 0)),
         words(2),
         scale,
         *mask_arguments(c),
@@ -76,6 +82,14 @@ def compile_forward(config: ForwardConfig, options: str = ""):
         ctas,
         options=options,
     )
+
+
+def split_tensors(config: ForwardConfig) -> tuple:
+    """Those of ``forward_tensors``, with parts of out and lse."""
+    q, k, v, *_ = forward_tensors(config)
+    parts, *rows = (cute.sym_int() for _ in range(4))
+    columns = cute.sym_int(divisibility=FLOATS)
+    return q, k, v, strided(Float32, (parts, *rows, columns), FLOATS), strided(Float32, (parts, *rows), 1)
 
 
 def _page_table():

@@ -20,8 +20,7 @@ from cute_kernels.fragments import (
     first_column_of_thread,
     first_row_of_thread,
 )
-from cute_kernels.key_blocks import BlockRange, KeyBlocks, PartOfBlocks, SharedBlocks
-from cute_kernels.mask import TileMask
+from cute_kernels.key_blocks import KeyBlocks, PartOfBlocks, SharedBlocks
 from cute_kernels.problem import VARLEN
 from cute_kernels.score_tile import (
     Alibi,
@@ -84,6 +83,11 @@ class ConsumerParts(NamedTuple):
     correction: NoCorrection
     extras: tuple
     few: tuple[TmaOperand, ...] = ()
+
+
+def present(atoms: PerOperand) -> tuple:
+    """Those that there are: O of parts goes from registers."""
+    return tuple(atom for atom in atoms if atom is not None)
 
 
 class ForwardKernel:
@@ -168,23 +172,23 @@ class ForwardKernel:
         """``__call__`` with the tensor of V that ``kv_source`` takes, and the other tensors as ``batch`` takes them."""
         c, batch = self.config, self.parts.batch
         mVt = self.parts.kv_source.arrange_v(arguments.v)
-        mQ = batch.view(arguments.q)
+        mQ = batch.view_queries(arguments.q)
         mK = self.parts.kv_source.arrange_k(arguments.k, batch)
-        mO = batch.view(arguments.o)
+        mO = batch.view_outputs(arguments.o)
         mLSE = batch.view_lse(mLSE)
 
         layouts = smem_layouts(c, self.parts.kv_source)
-        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (WARPGROUP_ROWS, c.head_dim))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (batch.rows_of_box, c.head_dim))
         atom_K, tma_K = self.parts.kv_source.make_k_atom(mK, layouts.k)
         atom_V, tma_V = self.parts.kv_source.make_v_atom(mVt, self.dtype)
-        atom_O, tma_O = cpasync.make_tiled_tma_atom(store, mO, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
+        atom_O, tma_O = batch.make_o_atom(mO, layouts.o)
 
         lengths = batch.lengths(mQ, mK, options.plan)
         first = ()
         if const_expr(c.stores_first_apart):
             mO_first = batch.view_first(mO, lengths)
-            first = cpasync.make_tiled_tma_atom(store, mO_first, layouts.o, (WARPGROUP_ROWS, c.head_dim_v))
+            first = batch.make_o_atom(mO_first, layouts.o)
         few = ()
         if const_expr(c.few_keys):
             few = self.parts.kv_source.make_few_atoms(mK, mVt)
@@ -199,7 +203,7 @@ class ForwardKernel:
             options.extras,
             scale * Float32(math.log2(math.e)),
             lengths,
-            mQ.shape[2] // mK.shape[2],
+            batch.group(mQ, mK),
             sections,
             batch.divisors(mQ, mK, sections),
             options.window,
@@ -264,7 +268,7 @@ class ForwardKernel:
         smem = smem_tensors(c, storage, layouts)
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == 0:
-            for atom in atoms:
+            for atom in present(atoms):
                 cpasync.prefetch_descriptor(atom)
         lane = cute.arch.lane_idx()
         scheduler = self._scheduler(tile_counter, storage, lane)
@@ -283,7 +287,7 @@ class ForwardKernel:
 
         # Which tiles there are, the keys that each visits, and what is done to scores.
         order = parts.batch.order(*of_order)
-        block_range = BlockRange(c.tile_m, c.tile_n, window_of(c.causal, sides), c.few_keys)
+        block_range = parts.batch.block_range(window_of(c.causal, sides), mLSE)
         seqlens = parts.batch.seqlens(lengths)
         rules = self._score_rules(scale_log2, caps, slopes, dropout, captured)
         scale_log2 = scale_after_functions(c.functions, scale_log2)
@@ -317,7 +321,10 @@ class ForwardKernel:
         kv_source = self.parts.kv_source
         # Of Q, K, V and O: which mode of the coordinate tensor has the rows, and how many rows are one step of it.
         row_modes, steps = (0, 0, kv_source.v_row_mode, 0), (1, 1, kv_source.v_row_step, 1)
-        return PerOperand(*map(TmaOperand, atoms, tensors, smem, row_modes, steps))
+        rows, keys = self.parts.batch.operand, TmaOperand
+        kinds = rows, keys, keys, rows
+        given = zip(kinds, atoms, tensors, smem, row_modes, steps, strict=True)
+        return PerOperand(*(kind(*each) for kind, *each in given))
 
     def _few_operands(self, few: tuple, storage: Any) -> tuple[TmaOperand, ...]:
         """What TMA copies of few keys: K and V; ``few`` is that of ``kernel``."""
@@ -390,7 +397,7 @@ class ForwardKernel:
             blocks = work.key_blocks_of(place)
             loads.begin(tile, place, blocks, q_turn ^ 1)
             row = place.m_block * c.tile_m + row_in_tile
-            mask = TileMask(work.block_range.window, c.tile_n, place.seqlens, row, col_in_block)
+            mask = self.parts.batch.mask(work.block_range.window, place.seqlens, row, col_in_block)
             scores = work.score_tile(mask, place.head, place.seqlens.batch, blocks)
             softmax.enter_tile(self._rows_of(row, place), place.head, place.seqlens)
             correction.begin(place.head_kv, place.seqlens.batch)

@@ -6,9 +6,11 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
 from hopper.forward.batch import DenseBatch, PackedBatch
+from hopper.forward.grouped import GroupedBatch, GroupedPackedBatch
 from hopper.forward.kv_source import DenseTma, PackedTma
 from hopper.forward.paged import PagedTma
 from hopper.forward.precision import SixteenBits
+from hopper.forward.split import SplitBatch, SplitPackedBatch
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,12 @@ class KernelParts:
         """For inputs in 16 bits."""
         if config.layout == VARLEN:
             kv_source = PagedTma(config) if config.page_box else PackedTma(config)
-            return KernelParts(SixteenBits(config), kv_source, PackedBatch(config))
-        return KernelParts(SixteenBits(config), DenseTma(config), DenseBatch(config))
+            packed = GroupedPackedBatch if config.group > 1 else PackedBatch
+            packed = SplitPackedBatch if config.split else packed
+            return KernelParts(SixteenBits(config), kv_source, packed(config))
+        dense = GroupedBatch if config.group > 1 else DenseBatch
+        dense = SplitBatch if config.split else dense
+        return KernelParts(SixteenBits(config), DenseTma(config), dense(config))
 
 
 @dataclass(frozen=True)

@@ -420,6 +420,30 @@ def with_dropout(config: ForwardConfig) -> ForwardConfig:
     return replace(config, tile_n=tile_n, dropout=True, ping_pong=has_turns)
 
 
+def with_group(config: ForwardConfig, group: int) -> ForwardConfig:
+    """The config for the same problem with ``group`` query heads in the rows of a tile. At head_dim 192 two warpgroups
+    take no turns: with them packed kernels under a causal mask spill 4 bytes."""
+    has_turns = config.ping_pong and config.head_dim < 192
+    config = replace(config, group=group, few_keys=0, ping_pong=has_turns)
+    validate_forward_config(config)
+    return config
+
+
+SPLIT_TILINGS = {64: small_tiling(96, 2), 128: tiling(128, 128, 4), 192: tiling(192, 128, 3, ping_pong=False)}
+"""At head_dim 64, for tiles in parts, by the most rows that a K/V head has of a sequence; the last one for more."""
+
+
+def with_parts(config: ForwardConfig, group: int, rows: int) -> ForwardConfig:
+    """``with_group`` for tiles whose keys several CTAs visit, of so many ``rows`` at most. Warpgroups visit all blocks
+    then, and two take turns again up to head_dim 128."""
+    if (config.head_dim, config.head_dim_v) == (64, 64):
+        chosen = SPLIT_TILINGS[min((most for most in SPLIT_TILINGS if rows <= most), default=192)]
+        tiles = _build(chosen, config.dtype, (64, 64, config.causal))
+        config = replace(tiles, layout=config.layout, softcap=config.softcap)
+    has_turns = config.consumers == 2 and config.head_dim <= 128
+    return with_group(replace(config, split=True, ping_pong=has_turns, few_keys=0), group)
+
+
 def _build(tiling: Tiling, dtype: str, key: tuple[int, int, bool]) -> ForwardConfig:
     head_dim, head_dim_v, causal = key
     return tiling.build(ForwardConfig, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)

@@ -13,9 +13,10 @@ from cute_kernels.fragments import (
     ROWS_PER_THREAD,
     as_rows,
     first_column_of_thread,
+    store_2,
 )
 from cute_kernels.invariant import LoopInvariant
-from hopper.decode.results import PartialResults, RowSum, store_2
+from hopper.decode.results import PartialResults, RowSum
 from hopper.decode.rows import HeadRows
 from hopper.decode.schedule import TileParts
 from hopper.decode.softmax import RowSoftmax

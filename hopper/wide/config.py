@@ -78,6 +78,15 @@ class WideForwardConfig:
         return WARPGROUP_ROWS * self.cluster
 
     @property
+    def group(self) -> int:
+        """Heads in the rows of a tile, as in ``ForwardConfig``."""
+        return 1
+
+    @property
+    def tile_queries(self) -> int:
+        return self.tile_m
+
+    @property
     def threads(self) -> int:
         return WARPGROUP_THREADS * (CONSUMERS + 1)
 

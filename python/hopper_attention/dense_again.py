@@ -14,6 +14,7 @@ from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.few_queries import FewQueriesLaunch, ReadyFewQueries
 from hopper_attention.launch.forward import ForwardLauncher, Launch, ReadyLaunch, find_launch
 from hopper_attention.launch.gradients_again import GradientOptions, Passes, Served
+from hopper_attention.launch.split_forward import ReadySplit, SplitLauncher
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides
@@ -100,6 +101,8 @@ def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bo
     window = () if sides == FULL_SIDES else sides
     if isinstance(launch, ForwardLauncher) and not launch.repairs:
         launch = ReadyLaunch.of(launch, q, k, window)
+    if isinstance(launch, SplitLauncher):
+        launch = ReadySplit.of(launch, q, k, v) or launch
     if isinstance(launch, FewQueriesLaunch):
         launch = launch.ready(q, k, v) or launch
     options = GradientOptions(q.shape[3] ** -0.5, causal, backend, False, sides)
@@ -108,7 +111,7 @@ def remember(q: Tensor, k: Tensor, v: Tensor, flags: Flags, records_gradient: bo
     if comes_again:
         remembered.keep(key, call, *given)
     for class_key in with_others:
-        serves = ReadyFewQueries if class_key[0] else ReadyLaunch
+        serves = ReadyFewQueries if class_key[0] else (ReadyLaunch, ReadySplit)
         if isinstance(launch, serves) and of_any_length.find(class_key, *given) is None:
             of_any_length.keep(class_key, call, *given, of_any_length=dict.fromkeys(range(1, len(given)), 1))
 

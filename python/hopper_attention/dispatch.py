@@ -25,8 +25,10 @@ from hopper_attention.forward_rules import (
     Config,
     ReferenceConfig,
     choose_for,
+    grouped_problem,
     problem_of,
     select_config,
+    select_for,
     takes_wide_values,
 )
 from hopper_attention.functions import MaskMod, ScoreMod
@@ -80,7 +82,8 @@ class Plan:
     def __str__(self) -> str:
         rows = [("backend", self.backend), ("reason", self.reason), ("config", self.config.name)]
         if not isinstance(self.config, TorchConfig):
-            rows_of = "query rows" if isinstance(self.config, DecodeConfig) else "queries"
+            has_heads = isinstance(self.config, DecodeConfig) or getattr(self.config, "group", 1) > 1
+            rows_of = "query rows" if has_heads else "queries"
             rows += [("tile", f"{self.config.tile_m} {rows_of} x {self.config.tile_n} keys")]
         if isinstance(self.config, ForwardConfig):
             rows += _kernel_rows(self.config)
@@ -243,9 +246,14 @@ def explain(
         # Calls on e4m3 tensors are not asked for by parts of V.
         parted = whole if is_fp8 and not in_16_bits else specs
         q_spec, k_spec, v_spec = (parted[name] for name in "qkv")
-        few = few_queries.find_call(q_spec, k_spec, v_spec, mask, scores.kind, sm_margin)
-        if few is not None:
-            served_by, notes = serving_config(few), (*notes, few_queries.NOTE)
+        few = few_queries.find_few(q_spec, k_spec, v_spec, mask, scores.kind, sm_margin)
+        if few.call is not None:
+            served_by, notes = serving_config(few.call), (*notes, few_queries.NOTE)
+        elif few != few_queries.NOT_FEW:
+            of_part = problem_of(q_spec, k_spec, v_spec, causal, mask.sides, scores.kind)
+            of_few = grouped_problem(of_part, q_spec, k_spec, few.group, few.split_rows)
+            served_by = select_for(of_few, choice.backend, target.capability)
+            notes = (*notes, *few.notes)
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores) + notes
     notes += fp8_rules.describe_lse(served_by)
     is_launched = choice.backend in KERNELS and 0 not in (*specs["q"].shape, *specs["k"].shape)

@@ -9,8 +9,7 @@ import torch
 
 from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention.checks import TensorSpec
-from hopper_attention.decode_rules import why_not_on_hopper
-from hopper_attention.few_queries import contiguous_spec, is_faster, longest_alike
+from hopper_attention.few_queries import NOT_FEW, FewQueries, contiguous_spec, fastest, longest_alike
 from hopper_attention.kvcache_checks import NAMES, CacheCall, read_shape
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
 from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
@@ -27,29 +26,29 @@ def served_alike(longest_q: int, longest_k: int, total_k: int) -> tuple[int, int
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
-def find_packed_call(
+def find_few_packed(
     specs: tuple[TensorSpec, TensorSpec, TensorSpec],
     lengths: tuple[TensorSpec | None, ...],
     longest: tuple[int, int],
     mask: MaskSpec,
     scores: ScoreKind,
     sm_margin: int,
-) -> CacheCall | None:
-    """As ``few_queries.find_call``, of q, k and v of many sequences; ``lengths`` are those of ``specs_of``, ``longest``
+) -> FewQueries:
+    """As ``few_queries.find_few``, of q, k and v of many sequences; ``lengths`` are those of ``specs_of``, ``longest``
     bounds of their lengths in q and in k."""
     (q, k, v), cu_seqlens_q, seqused_q = specs, lengths[0], lengths[2]
     if cu_seqlens_q is None or seqused_q is not None or longest[0] > MOST_QUERIES:
-        return None
+        return NOT_FEW
     if 0 in longest or not 0 < k.shape[0] <= MAX_SEQLEN:
-        return None
+        return NOT_FEW
     total_k, kv_heads, head_dim_v = v.shape
     shapes = q.shape, (longest_alike(total_k), kv_heads, head_dim_v), cu_seqlens_q.shape[0] - 1
     longest = served_alike(*longest, total_k)
-    return _find_call(shapes, longest, q.dtype, q.device, mask, scores, sm_margin)
+    return _find_few_packed(shapes, longest, q.dtype, q.device, mask, scores, sm_margin)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def _find_call(
+def _find_few_packed(
     shapes: Shapes,
     longest: tuple[int, int],
     dtype: torch.dtype,
@@ -57,11 +56,11 @@ def _find_call(
     mask: MaskSpec,
     scores: ScoreKind,
     sm_margin: int,
-) -> CacheCall | None:
-    """``find_packed_call`` of all keys that are served alike; ``longest`` are queries and keys of a sequence."""
+) -> FewQueries:
+    """``find_few_packed`` of all keys that are served alike; ``longest`` are queries and keys of a sequence."""
     q_shape, v_shape, batch = shapes
     if scores.functions or scores.has_dropout or 0 in (*q_shape, *v_shape, batch, *longest):
-        return None
+        return NOT_FEW
     head_dim, total_k = q_shape[2], v_shape[0]
     k, v = (contiguous_spec((1, *v_shape[:2], columns), dtype, device) for columns in (head_dim, v_shape[2]))
     q = contiguous_spec((1, *q_shape), dtype, device)
@@ -81,6 +80,4 @@ def _find_call(
     call = CacheCall(
         shape, mask, head_dim**-0.5, scores, backend="hopper", sm_margin=sm_margin, wants_lse=True
     )
-    mean_k = min(total_k / batch, shape.seqlen_k)
-    is_served = not why_not_on_hopper(call) and is_faster(call, mean_k)
-    return call if is_served else None
+    return fastest(call, min(total_k / batch, shape.seqlen_k))

@@ -20,6 +20,8 @@ from hopper.forward.tilings import (
     select_plain_config,
     select_with_functions,
     with_dropout,
+    with_group,
+    with_parts,
 )
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
 from hopper_attention.backends import Choice, Target, choose_backend
@@ -105,6 +107,19 @@ def problem_of(
     )
 
 
+def grouped_problem(
+    problem: AttentionProblem, q: TensorSpec, k: TensorSpec, group: int, split_rows: int
+) -> AttentionProblem:
+    """A dense problem of ``problem_of`` with ``group`` query heads in the rows of a tile, and ``split_rows``."""
+    if group == 1 and not split_rows:
+        return problem
+    p, (batch, seqlen_q, heads, _), seqlen_k = problem, q.shape, k.shape[1]
+    has_many = not p.has_window and has_many_tiles(
+        p.head_dim, p.head_dim_v, p.causal, (seqlen_q * group, seqlen_k), batch * heads // group
+    )
+    return replace(p, group=group, split_rows=split_rows, has_many_tiles=has_many)
+
+
 def packed_problem_of(
     q: TensorSpec,
     v: TensorSpec,
@@ -157,9 +172,11 @@ def select_for(problem: AttentionProblem, backend: str, capability: tuple[int, .
     options = p.causal, p.longest_k, p.has_window, layout, p.has_many_tiles
     config = select_forward_config(dtype, p.head_dim, p.head_dim_v, *options)
     config = replace(with_dropout(config) if p.scores.has_dropout else config, **fields)
+    if p.split_rows:
+        return with_parts(config, p.group, p.split_rows)
     if config.is_plain:
         config = select_plain_config(dtype, p.head_dim, p.head_dim_v, p.causal, p.longest_k, p.has_many_tiles)
-    return config
+    return with_group(config, p.group) if p.group > 1 else config
 
 
 def _with_functions(

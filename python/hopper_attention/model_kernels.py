@@ -13,19 +13,22 @@ import torch
 
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.backward.step import BackwardStep
+from cute_kernels.combine.config import select_combine_config
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
 from cute_kernels.problem import VARLEN
 from cute_kernels.rotation.config import RotationConfig
+from hopper.compile import HOPPER_ARCH
+from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper_attention import backward_rules, forward_rules
 from hopper_attention.backends import HOPPER_CAPABILITY, KERNELS, Target
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec, check_qkv
 from hopper_attention.decode_rules import in_clusters, select_decode
-from hopper_attention.few_packed_queries import find_packed_call
-from hopper_attention.few_queries import contiguous_spec, find_call
-from hopper_attention.forward_rules import ReferenceConfig, choose_for
+from hopper_attention.few_packed_queries import find_few_packed
+from hopper_attention.few_queries import NOT_FEW, FewQueries, contiguous_spec, find_few
+from hopper_attention.forward_rules import ReferenceConfig, choose_for, grouped_problem
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.launch.append import append_facts, select_append_config
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
@@ -45,8 +48,8 @@ PAGE_SIZES = (0, 16, 64, 128, 256)
 ROTARY_FIELDS = ("rope_theta", "rope_parameters", "rope_scaling")
 """Of a config whose model rotates queries and keys, one or the other."""
 
-DRAFTS = (4, 8)
-"""Queries a sequence where tokens are guessed ahead."""
+DRAFTS, PART_OF_A_PROMPT = (4, 8), 64
+"""Queries a sequence where tokens are guessed ahead, and of a prompt that comes in parts."""
 
 CHUNKS = {1: None, 128: True, 1024: None}
 """Queries a sequence, and pack_gqa: a step of decoding, a short chunk of a prompt, and a long one."""
@@ -328,24 +331,37 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
         yield select_append_config(append_facts(*new, k, v, table), target)
 
 
-def few_queries_of(model: ModelShape) -> Iterator[DecodeConfig]:
+def few_queries_of(model: ModelShape) -> Iterator[Any]:
     """The Hopper kernels of steps of decoding without a key/value cache of ours: dense, and of packed sequences, of a
-    query each and of some."""
+    query each, of some, and of parts of a prompt."""
     batch, keys = 4, 4096
     bounds = TensorSpec((batch + 1,), (1,), torch.int32, torch.device("meta"))
-    for queries, (causal, sides) in product((1, *DRAFTS), model.masks):
+    for queries, (causal, sides) in product((1, *DRAFTS, PART_OF_A_PROMPT), model.masks):
         mask = MaskSpec(causal, *sides)
         of_q, of_k, of_v = model.specs(1)
         q, k, v = _with_rows(of_q, queries), _with_rows(of_k, keys), _with_rows(of_v, keys)
+        dense = forward_rules.problem_of(q, k, v, causal, sides, model.scores)
+        few = find_few(q, k, v, mask, model.scores, 0)
+        yield from _kernels_of(few, grouped_problem(dense, q, k, few.group, few.split_rows), model)
         packed = _without_batch(_with_rows(of_q, batch * queries)), _without_batch(k), _without_batch(v)
+        window = sides != FULL_SIDES, sides[2] > 0
+        of_packed = forward_rules.packed_problem_of(packed[0], packed[2], causal, window, model.scores)
         lengths = bounds, bounds, None, None
-        for call in (
-            find_call(q, k, v, mask, model.scores, 0),
-            find_packed_call(packed, lengths, (queries, keys), mask, model.scores, 0),
-        ):
-            if call is not None:
-                config = select_decode(call)
-                yield from (config, *in_clusters(config, model.kv_heads))
+        few = find_few_packed(packed, lengths, (queries, keys), mask, model.scores, 0)
+        of_packed = replace(of_packed, group=few.group, split_rows=few.split_rows)
+        yield from _kernels_of(few, of_packed, model)
+
+
+def _kernels_of(few: FewQueries, problem: AttentionProblem, model: ModelShape) -> Iterator[Any]:
+    """Those of a call that ``few`` serves; none where ``problem`` is served as any other."""
+    if few.call is not None:
+        config = select_decode(few.call)
+        yield from (config, *in_clusters(config, model.kv_heads))
+    elif few != NOT_FEW:
+        of_forward = forward_rules.select_for(problem, "hopper", HOPPER_CAPABILITY)
+        yield of_forward
+        if few.splits > 1 and isinstance(of_forward, ForwardConfig):
+            yield select_combine_config(of_forward.out_dtype, few.splits, HOPPER_ARCH)
 
 
 def _with_rows(x: TensorSpec, rows: int) -> TensorSpec:

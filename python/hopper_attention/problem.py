@@ -36,6 +36,9 @@ class AttentionProblem:
         scores: what is done to scores and P. Softcap, slopes, sinks and dropout are arguments of a call.
         has_qv: there is a second query, of head_dim_v columns, that multiplies V.
         has_many_tiles: the tiles of the problem are enough for every SM, where that decides on the kernel.
+        group: query heads of a K/V head that stand in the rows of a tile; 1 is a head.
+        split_rows: rows that a K/V head has of a sequence at most, where several CTAs visit parts of a tile's keys and
+            leave partial results; 0 where each tile is one CTA's.
         page_rows: of a cache in whose pages K and V lie, rows that are known to lie together (``PAGE_ROWS``,
             ``ONE_PAGE``, ``END_TO_END``); 0 where there is none.
     """
@@ -54,6 +57,8 @@ class AttentionProblem:
     has_qv: bool = False
     page_rows: int = 0
     has_many_tiles: bool = False
+    group: int = 1
+    split_rows: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from hopper_attention.launch.gradients_again import GradientOptions, Passes
 from hopper_attention.launch.packed_again import ReadyPackedLaunch
 from hopper_attention.launch.packed_forward import PackedForwardLauncher
 from hopper_attention.launch.packed_gradients_again import PackedGradientCall
+from hopper_attention.launch.split_forward import PackedSplitLauncher, ReadyPackedSplit
 from hopper_attention.launch.varlen import VarlenLaunch, find_for
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -84,6 +85,8 @@ def remember(
     launch = find_for(specs, lengths, CAUSAL_MASK if causal else NO_MASK, backend, sm_margin)
     if isinstance(launch, PackedForwardLauncher):
         launch = ReadyPackedLaunch.of(launch, tensors, lengths) or launch
+    if isinstance(launch, PackedSplitLauncher):
+        launch = ReadyPackedSplit.of(launch, tensors, lengths) or launch
     if isinstance(launch, FewPackedLaunch):
         launch = ReadyFewPacked.of(launch, tensors, lengths) or launch
     # The flags are 0 or 1, or True or False.

@@ -33,10 +33,9 @@ from hopper_attention.dispatch import (
     of_one_launch,
 )
 from hopper_attention.dropout import no_draw
-from hopper_attention.few_packed_queries import find_packed_call
+from hopper_attention.few_packed_queries import find_few_packed
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.functions import MaskMod, ScoreMod
-from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.varlen import is_empty
 from hopper_attention.lengths import Lengths, check_kinds, check_packed, specs_of
 from hopper_attention.packed_fp8_plan import packed_config_of
@@ -132,16 +131,21 @@ def explain_varlen(
         has_work = not is_empty(q, k, lengths)
         choice = choose_in_16_bits(problem, in_16_bits, target, backend, has_work)
         config = forward_rules.select_for(problem, choice.backend, target.capability)
-    few: CacheCall | None = None
+    few = few_queries.NOT_FEW
     served_by: forward_rules.Config | DecodeConfig = config
     if choice.backend == "hopper" and qv is None:
         given_specs = whole["q"], whole["k"], whole["v"]
-        few = find_packed_call(given_specs, specs_of(lengths), lengths[4:], mask, scores.kind, sm_margin)
-    if few is not None:
-        served_by, notes = serving_config(few), (*notes, few_queries.NOTE)
+        few = find_few_packed(given_specs, specs_of(lengths), lengths[4:], mask, scores.kind, sm_margin)
+    if few.call is None and few != few_queries.NOT_FEW:
+        of_few = replace(problem, group=few.group, split_rows=few.split_rows)
+        served_by = config = forward_rules.select_for(of_few, choice.backend, target.capability)
+        notes = (*notes, *few.notes)
+    if few.call is not None:
+        served_by, notes = serving_config(few.call), (*notes, few_queries.NOTE)
     elif not isinstance(config, (ReferenceConfig, TorchConfig)):
         totals = specs["q"].shape[0], specs["k"].shape[0]
-        check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_m)
+        tile = config.tile_m // few.group
+        check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, tile)
     notes = (
         ((choice.advice,) if choice.advice else ()) + describe_window(mask) + describe_scores(scores) + notes
     ) + fp8_rules.describe_lse(served_by)

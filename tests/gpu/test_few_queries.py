@@ -1,4 +1,5 @@
-"""Calls of few queries on a GPU, dense and packed, which the decode kernel serves: against float64, with NaN around."""
+"""Calls of few queries on a GPU, dense and packed, which the decode kernel serves, or the forward kernel with several
+heads in a tile, or a tile's keys in parts: against float64, with NaN around."""
 
 from __future__ import annotations
 
@@ -26,15 +27,26 @@ def compiled_kernels() -> None:
     """Few kernels are needed."""
 
 
+DECODE, HEADS, PARTS = "the decode kernel", "several heads in a tile", "keys in parts"
+
+
+def kernel_of(config: Any) -> str:
+    if isinstance(config, DecodeConfig):
+        return DECODE
+    return PARTS if config.split else HEADS if config.group > 1 else "the forward kernel"
+
+
 @dataclass(frozen=True)
 class Case:
-    """Sizes (batch, seqlen_q, seqlen_k), heads and kv_heads, head_dim and head_dim_v, and options of the call."""
+    """Sizes (batch, seqlen_q, seqlen_k), heads and kv_heads, head_dim and head_dim_v, options of the call, and what
+    serves it."""
 
     sizes: tuple[int, int, int]
     heads: tuple[int, int]
     head_dims: tuple[int, int]
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = BF16
+    kernel: str = DECODE
 
     def draw(self, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each in the middle of a tensor of NaN."""
@@ -56,9 +68,8 @@ class Case:
 CASES = {
     "one query": Case((2, 1, 1000), (16, 4), (128, 128), {"causal": True}),
     "one query of one head": Case((1, 1, 5000), (1, 1), (64, 64)),
-    "one key/value head": Case((3, 5, 777), (16, 1), (128, 128), {"causal": True}, F16),
+    "one key/value head": Case((3, 2, 777), (16, 1), (128, 128), {"causal": True}, F16),
     "no group": Case((1, 33, 2500), (2, 2), (64, 64), {"causal": True}),
-    "two tiles": Case((1, 40, 3001), (8, 2), (128, 128), {"causal": True}),
     "wide heads": Case((2, 7, 1501), (8, 2), (256, 256), {"causal": True}),
     "odd head_dims": Case((2, 3, 1100), (8, 4), (72, 40), {}, F16),
     "narrow keys, wide values": Case((1, 2, 1999), (4, 1), (64, 256)),
@@ -68,8 +79,35 @@ CASES = {
     "chunks": Case((2, 6, 2222), (8, 2), (128, 128), {"attention_chunk": 1000, "causal": True}),
     "a softcap": Case((2, 3, 1500), (8, 2), (128, 128), {"softcap": 2.0, "causal": True}),
     "a scale": Case((2, 3, 1500), (8, 2), (128, 128), {"softmax_scale": 0.25}),
-    "more queries than keys": Case((64, 6, 5), (64, 4), (128, 128), {"causal": True}),
+    "more queries than keys": Case((64, 6, 5), (64, 4), (128, 128), {"causal": True}, kernel=HEADS),
     "few keys of many heads": Case((60, 3, 64), (64, 8), (256, 256), {"causal": True}),
+    "16 heads a tile": Case((40, 17, 333), (64, 4), (128, 128), {"causal": True}, kernel=HEADS),
+    "8 heads a tile": Case((64, 30, 513), (32, 4), (64, 64), {"causal": True}, F16, HEADS),
+    "4 heads a tile": Case((32, 50, 1000), (16, 4), (128, 128), kernel=HEADS),
+    "2 heads a tile": Case((70, 33, 200), (16, 8), (256, 256), {"causal": True}, kernel=HEADS),
+    "64 heads a tile": Case((70, 9, 130), (64, 1), (128, 128), {"causal": True}, kernel=HEADS),
+    "heads a tile, odd head_dims": Case((64, 20, 400), (32, 8), (72, 40), {}, F16, HEADS),
+    "heads a tile, a window": Case(
+        (64, 21, 900), (32, 4), (128, 128), {"window_size": (300, 5)}, kernel=HEADS
+    ),
+    "heads a tile, chunks": Case(
+        (64, 21, 900), (32, 4), (64, 64), {"attention_chunk": 256, "causal": True}, kernel=HEADS
+    ),
+    "heads a tile, a softcap": Case(
+        (64, 21, 500), (32, 4), (128, 128), {"softcap": 2.0, "causal": True}, kernel=HEADS
+    ),
+    "parts of two tiles": Case((1, 40, 3001), (8, 2), (128, 128), {"causal": True}, kernel=PARTS),
+    "parts of one key/value head": Case((3, 5, 777), (16, 1), (128, 128), {"causal": True}, F16, PARTS),
+    "parts of wide heads": Case((2, 21, 5001), (16, 2), (256, 256), {"causal": True}, kernel=PARTS),
+    "parts without a group": Case((1, 200, 9999), (2, 2), (128, 128), {"causal": True}, kernel=PARTS),
+    "parts of 128 rows": Case((4, 13, 7000), (8, 1), (64, 64), {"causal": True}, kernel=PARTS),
+    "parts of 192 rows": Case((1, 90, 20_001), (8, 4), (64, 64), {}, F16, PARTS),
+    "parts, odd head_dims": Case((1, 90, 5000), (8, 2), (96, 72), {"causal": True}, kernel=PARTS),
+    "parts, a softcap": Case(
+        (2, 40, 6000), (8, 2), (128, 128), {"softcap": 2.0, "causal": True}, kernel=PARTS
+    ),
+    "parts, a scale": Case((2, 40, 6000), (8, 2), (128, 128), {"softmax_scale": 0.2}, kernel=PARTS),
+    "parts, all heads of 64": Case((1, 7, 12_000), (64, 1), (128, 128), {"causal": True}, kernel=PARTS),
 }
 
 
@@ -98,7 +136,7 @@ def test_against_float64(name: str) -> None:
     case = CASES[name]
     for seed in range(3):
         q, k, v = case.draw(seed)
-        assert is_decoded(q, k, v, **case.options)
+        assert kernel_of(explain(q, k, v, **case.options).config) == case.kernel
         found = flash_attn_func(q, k, v, return_attn_probs=True, **case.options)
         check(case, found, q, k, v, case.options)
         # The third is one like earlier ones. Without an LSE the same kernel attends.
@@ -149,13 +187,21 @@ def test_codes(name: str, given: str) -> None:
         assert torch.equal(flash_attn_func(q, k, v, **case.options, **descales), found[0])
 
 
-def test_gradients() -> None:
-    case = Case((2, 3, 1500), (8, 2), (128, 128), {"causal": True})
+GRADIENTS = {
+    DECODE: Case((2, 3, 1500), (8, 2), (128, 128), {"causal": True}),
+    HEADS: Case((64, 16, 300), (16, 2), (128, 128), {"causal": True}, kernel=HEADS),
+    PARTS: Case((2, 33, 3000), (8, 2), (128, 128), {"causal": True}, kernel=PARTS),
+}
+
+
+@pytest.mark.parametrize("kernel", GRADIENTS)
+def test_gradients(kernel: str) -> None:
+    case = GRADIENTS[kernel]
     leaves = [x.detach().clone().requires_grad_() for x in case.draw()]
-    dout = torch.randn(2, 3, 8, 128, device="cuda", dtype=BF16)
+    dout = torch.randn(leaves[0].shape, device="cuda", dtype=BF16)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     attention_naive(*exact, causal=True)[0].backward(dout.double())
-    assert is_decoded(*leaves, causal=True)
+    assert kernel_of(explain(*leaves, causal=True).config) == kernel
     for _ in range(3):
         found = torch.autograd.grad(flash_attn_func(*leaves, causal=True), leaves, dout)
         for x, of_exact in zip(found, exact, strict=True):
@@ -163,14 +209,23 @@ def test_gradients() -> None:
             assert (x.double() - of_exact.grad).norm() <= 1e-2 * of_exact.grad.norm()
 
 
-@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
-def test_keys_that_grow_and_tensors_that_move(dtype: torch.dtype) -> None:
+GROWING = {
+    "16 bits": Case((2, 2, 700), (8, 2), (128, 128)),
+    "codes": Case((2, 2, 700), (8, 2), (128, 128), {}, E4M3),
+    HEADS: Case((64, 16, 500), (32, 4), (128, 128), kernel=HEADS),
+    PARTS: Case((2, 33, 3000), (8, 2), (128, 128), kernel=PARTS),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_keys_that_grow_and_tensors_that_move(name: str) -> None:
     """Of the bits of a call that is the first of its sizes."""
-    case = Case((2, 2, 700), (8, 2), (128, 128), {}, dtype)
+    case = GROWING[name]
     q, k, v = case.draw()
-    for rows in (600, 601, 602, 603, 700, 602):
+    most = case.sizes[2]
+    for rows in (most - 100, most - 99, most - 98, most - 97, most, most - 98):
         seen = k[:, :rows], v[:, :rows]
-        assert is_decoded(q, *seen)
+        assert kernel_of(explain(q, *seen).config) == case.kernel
         out = flash_attn_func(q, *seen)
         copied = [x.clone() for x in seen]
         assert torch.equal(out, flash_attn_func(q, *copied))
@@ -192,9 +247,9 @@ def test_odd_addresses_and_strides() -> None:
             assert (flash_attn_func(*tensors).double() - of_call).norm() <= 4e-3 * of_call.norm()
 
 
-@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
-def test_graphs_streams_and_compiled_calls(dtype: torch.dtype) -> None:
-    case = Case((2, 1, 1300), (8, 2), (128, 128), {}, dtype)
+@pytest.mark.parametrize("name", GROWING)
+def test_graphs_streams_and_compiled_calls(name: str) -> None:
+    case = GROWING[name]
     q, k, v = case.draw()
     expected = [flash_attn_func(q, k, v) for _ in range(3)][-1]
     compiled = torch.compile(lambda *x: flash_attn_func(*x), fullgraph=True)
@@ -231,6 +286,7 @@ class PackedCase:
     head_dim: int = 128
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = BF16
+    kernel: str = DECODE
     behind: int = 5
     """Rows of no sequence."""
 
@@ -289,6 +345,16 @@ PACKED = {
     "a window": PackedCase((2, 3), (3000, 2000), options={"window_size": (700, 0)}),
     "a softcap": PackedCase((1, 2), (3000, 2000), options={"softcap": 3.0}),
     "codes": PackedCase((1, 2, 2), (3000, 7, 2000), options={"causal": True}, dtype=E4M3),
+    "heads in tiles": PackedCase(
+        tuple(13 * n % 40 for n in range(90)), MANY, (32, 4), 128, {"causal": True}, kernel=HEADS
+    ),
+    "heads in tiles, a window": PackedCase(
+        tuple(13 * n % 40 for n in range(90)), MANY, (16, 4), 64, {"window_size": (50, 3)}, F16, HEADS
+    ),
+    "parts": PackedCase((33, 0, 16, 40), (5000, 40, 0, 2999), (16, 2), 128, {"causal": True}, kernel=PARTS),
+    "parts of wide heads": PackedCase((20, 32), (4000, 9), (16, 2), 256, kernel=PARTS),
+    "parts without a group": PackedCase((70, 100), (9000, 9000), (2, 2), 64, {"causal": True}, F16, PARTS),
+    "parts, a softcap": PackedCase((33, 40), (5000, 6000), (16, 2), 128, {"softcap": 3.0}, kernel=PARTS),
 }
 
 
@@ -297,7 +363,7 @@ def test_packed_sequences(name: str) -> None:
     case = PACKED[name]
     tensors = case.draw()
     plan = explain_varlen(*tensors, *case.lengths, **case.options)
-    assert isinstance(plan.config, DecodeConfig)
+    assert kernel_of(plan.config) == case.kernel
     for _ in range(3):
         found = flash_attn_varlen_func(*tensors, *case.lengths, return_attn_probs=True, **case.options)
         case.check(found, tensors)

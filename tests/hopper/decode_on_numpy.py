@@ -15,8 +15,9 @@ from hopper.decode.schedule import heads_together
 from hopper.mla.config import MlaConfig
 from hopper.mla.schedule import tiles_together
 from tests.hopper.hopper_machine import AT_ONCE, Program, TensorMap, Timing, parse
-from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, elements_of, row_map
+from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules
 from tests.hopper.paged_on_numpy import Cache
+from tests.hopper.tensor_maps import elements_of, row_map
 from tests.plans import Packed
 from tests.ptx import ptx_of
 

@@ -11,8 +11,9 @@ from hopper.decode.combine import COLUMNS_OF_A_CTA
 from hopper.decode.config import BOX_COLUMNS
 from hopper.mla.config import OUTPUT_ROWS, MlaConfig
 from tests.hopper.decode_on_numpy import Launch, Queries, Step, in_order
-from tests.hopper.on_numpy import NO_RULES, Rules, row_map, tile_map
+from tests.hopper.on_numpy import NO_RULES, Rules
 from tests.hopper.paged_on_numpy import Cache
+from tests.hopper.tensor_maps import row_map, tile_map
 
 
 def mla_on_numpy(

@@ -21,7 +21,6 @@ from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardC
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
 from hopper_attention.functions import NO_CAPTURED, CapturedFunctions
 from hopper_attention.launch.backward import backward_counter, dq_shape, lse_shape, subtract_lse_gradient
 from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
@@ -31,10 +30,15 @@ from hopper_attention.quantized import transpose_for_kernel
 from tests.hopper.edges import memory_of_runs
 from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
 from tests.hopper.led import first_rows_of, lengths_of
+from tests.hopper.tensor_maps import (
+    query_map,
+    ragged_map,
+    row_map,
+    storage_of,
+    tile_map,
+    vector_map,
+)
 from tests.ptx import ptx_of
-
-SWIZZLED_ROWS = {128: 3, 64: 2, 32: 1}
-"""Bytes of a swizzled row -> address bits that are flipped."""
 
 BUFFER_STEP = 1 << 40
 """Buffers lie so far apart that an address cut to 32 bits misses all of them."""
@@ -45,47 +49,6 @@ LOG2_E = math.log2(math.e)
 @cache
 def program_of(config: Any) -> Program:
     return parse(ptx_of(config))
-
-
-def storage_of(tensor: Tensor) -> np.ndarray:
-    """The memory that a tensor lies in, as unsigned integers of its width; shared, not copied."""
-    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return flat.numpy().view(f"u{tensor.element_size()}")
-
-
-def elements_of(tensor: Tensor) -> np.ndarray:
-    """The same from the tensor's first element on, where TMA is told that it begins."""
-    return storage_of(tensor)[tensor.storage_offset() :]
-
-
-def tile_map(tensor: Tensor, order: tuple[int, ...], rows: int, columns: int) -> TensorMap:
-    """TMA on tiles of (rows, columns); ``order`` are the dimensions from the columns on outwards."""
-    width = next(w for w in SWIZZLED_ROWS if columns * tensor.element_size() % w == 0)
-    box = (width // tensor.element_size(), rows, *(1 for _ in order[2:]))
-    sizes, strides = (tuple(of[i] for i in order) for of in (tensor.shape, tensor.stride()))
-    return TensorMap(elements_of(tensor), sizes, strides, box, SWIZZLED_ROWS[width])
-
-
-def ragged_map(tensor: Tensor, rows: int, columns: int) -> TensorMap:
-    """Of packed rows (total, heads, head_dim), as ``ragged_view`` has them."""
-    row_stride, head_stride, _ = tensor.stride()
-    width = next(w for w in SWIZZLED_ROWS if columns * tensor.element_size() % w == 0)
-    sizes = (tensor.shape[2], RAGGED_ROWS, tensor.shape[1], RAGGED_ROWS + 1, 2**31 - 1)
-    back = ADDRESS_PART // tensor.element_size() - row_stride
-    strides = (1, row_stride, head_stride, back, row_stride)
-    box = (width // tensor.element_size(), rows, 1, 1, 1)
-    return TensorMap(elements_of(tensor), sizes, strides, box, SWIZZLED_ROWS[width])
-
-
-def row_map(tensor: Tensor, rows: int, columns: int) -> TensorMap:
-    """Of (batch, seqlen, heads, head_dim)."""
-    return tile_map(tensor, (3, 1, 2, 0), rows, columns)
-
-
-def vector_map(tensor: Tensor, rows: int) -> TensorMap:
-    """Of (batch, heads, seqlen), a number for each row."""
-    sizes, strides = tensor.shape[::-1], tensor.stride()[::-1]
-    return TensorMap(elements_of(tensor), tuple(sizes), tuple(strides), (rows, 1, 1), 0)
 
 
 @dataclass(frozen=True)
@@ -141,6 +104,10 @@ class Arguments:
         head = struct.pack(f"<Q{len(sizes)}i", first, *sizes)
         self.values.append(head + b"\0" * (-len(head) % 8) + struct.pack(f"<{len(strides)}q", *strides))
 
+    def parts(self, tensor: Tensor) -> None:
+        """Partial results."""
+        self.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
+
     def rows_of(self, tensor: Tensor) -> None:
         """A tensor (batch, seqlen, heads, head_dim) as (seqlen, head_dim, heads, batch)."""
         rows = tensor.permute(1, 3, 2, 0)
@@ -193,7 +160,10 @@ class Arguments:
         """What a kernel of packed sequences takes behind its maps, up to what is done to scores; ``numbers`` are those
         of sequences and of the heads of a K/V head. Gives the counter of tiles, which the kernel is to leave zero."""
         self.values += [b"\0" * 16] * len(self.values)
-        self.tensor(lse, tuple(lse.shape[::-1]), (lse.stride(0),))
+        if lse.dim() == 4:
+            self.parts(lse)
+        else:
+            self.tensor(lse, tuple(lse.shape[::-1]), (lse.stride(0),))
         counter = torch.zeros(2, dtype=torch.int32)
         self.tensor(counter, (), ())
         self.sinks(rules)
@@ -238,13 +208,13 @@ def forward_on_numpy(
     c = config
     arguments, out, lse = _forward_arguments(config, q, v.shape[3], q.dtype)
     arguments.values[:4] = (
-        row_map(q, WARPGROUP_ROWS, c.head_dim),
+        query_map(c, q, c.head_dim),
         row_map(k, c.tile_n, c.head_dim),
         row_map(v, c.tile_n, c.head_dim_v),
-        row_map(out, WARPGROUP_ROWS, c.head_dim_v),
+        query_map(c, out, c.head_dim_v),
     )
     arguments.sinks(rules)
-    _finish_forward(c, arguments, q, k, rules.softcap or softmax_scale)
+    finish_forward(c, arguments, q, k, rules.softcap or softmax_scale)
     arguments.add(*sides)
     arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.dropout_and_functions(rules)
@@ -278,12 +248,13 @@ def packed_forward_on_numpy(
     out, lse = unwritten(q, v)
     arguments = Arguments()
     arguments.add(
-        ragged_map(q, WARPGROUP_ROWS, c.head_dim),
+        query_map(c, q, c.head_dim),
         ragged_map(k, c.tile_n, c.head_dim),
         ragged_map(v, c.tile_n, c.head_dim_v),
-        ragged_map(out, WARPGROUP_ROWS, c.head_dim_v),
+        query_map(c, out, c.head_dim_v),
     )
-    counter = arguments.packed(lse, plan, (sequences, q.shape[1] // k.shape[1]), softmax_scale, sides)
+    heads = q.shape[1] // (k.shape[1] * c.group)
+    counter = arguments.packed(lse, plan, (sequences, heads), softmax_scale, sides)
     arguments.dropout_and_functions(rules)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     assert not counter.any(), "the next launch would begin with tiles that this one has counted"
@@ -344,7 +315,7 @@ def fp8_forward_on_numpy(
         means, changes = runs or (mean_v[:, :0, None], torch.zeros(len(mean_v), 0, 4, dtype=torch.int32))
         for x, n in memory_of_runs(c, means, changes):
             arguments.tensor(x, tuple(x.shape[:n]), x.stride()[:-1])
-    _finish_forward(c, arguments, q.data, k.data, softmax_scale)
+    finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
     asked = (q.data, k.data, v.row_major().data) if c.asks_early else ()
     for rows in (out, *asked) if c.o_from_registers else asked:
@@ -366,16 +337,17 @@ def _forward_arguments(
     return arguments, out, lse
 
 
-def _finish_forward(
+def finish_forward(
     config: ForwardConfig, arguments: Arguments, q: Tensor, k: Tensor, softmax_scale: float
 ) -> None:
     """The heads are in sections of one key/value head, and the last of two, where there are several. Of several tiles
     of a head that may come behind all sections, one does."""
     (batch, seqlen_q, heads, _), kv_heads = q.shape, k.shape[2] * q.shape[0]
+    heads //= config.group
     group = heads * batch // kv_heads
     arguments.add(softmax_scale * LOG2_E, *lengths_of(config, q, k), group, group, max(kv_heads - 2, 0))
     if config.has_divisors:
-        m_blocks = -(-seqlen_q // config.tile_m)
+        m_blocks = -(-seqlen_q // config.tile_queries)
         short = min(m_blocks - 1, 1) if config.ends_with_short_tiles else 0
         tiles = (m_blocks - short) * (group if config.causal else 1)
         arguments.divisors(tiles, group, min(2, kv_heads) * group, heads, group)

@@ -12,7 +12,8 @@ from cute_kernels.plan.config import plan_entries
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.config import WARPGROUP_ROWS
 from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
-from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, add_rules, elements_of, program_of, ragged_map
+from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, add_rules, program_of
+from tests.hopper.tensor_maps import elements_of, ragged_map
 from tests.plans import Packed, plan_of
 
 

@@ -13,14 +13,8 @@ from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
 from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
 from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
-from tests.hopper.on_numpy import (
-    LOG2_E,
-    SWIZZLED_ROWS,
-    Arguments,
-    elements_of,
-    program_of,
-    ragged_map,
-)
+from tests.hopper.on_numpy import LOG2_E, Arguments, program_of
+from tests.hopper.tensor_maps import SWIZZLED_ROWS, elements_of, ragged_map
 
 
 def transposed_map(tensor: Tensor, rows: int, keys: int) -> TensorMap:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from tests.hopper.hopper_machine import AT_ONCE, Timing
-from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, program_of, ragged_map, unwritten
+from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, program_of, unwritten
+from tests.hopper.tensor_maps import ragged_map
 from tests.plans import Packed, plan_of
 
 

@@ -24,7 +24,7 @@ from hopper_attention.experiments.timeline.spec import (
     events_of,
     middle_blocks,
 )
-from tests.hopper import on_numpy
+from tests.hopper import on_numpy, tensor_maps
 from tests.hopper.hopper_machine import LANES, Program, Warp, parse
 from tests.hopper.on_numpy import forward_on_numpy
 
@@ -66,14 +66,14 @@ def run(
     q, k, v = (torch.randn(shape, generator=generator).to(torch.float16) for shape in shapes)
     arguments, out, _ = on_numpy._forward_arguments(config, q, 64, q.dtype)
     arguments.values[:4] = (
-        on_numpy.row_map(q, 64, 64),
-        on_numpy.row_map(k, config.tile_n, 64),
-        on_numpy.row_map(v, config.tile_n, 64),
-        on_numpy.row_map(out, 64, 64),
+        tensor_maps.row_map(q, 64, 64),
+        tensor_maps.row_map(k, config.tile_n, 64),
+        tensor_maps.row_map(v, config.tile_n, 64),
+        tensor_maps.row_map(out, 64, 64),
     )
     stamps = torch.zeros(stamp_shape(config, BLOCKS), dtype=torch.int64)
     arguments.tensor(stamps, (stamps.numel(),), ())
-    on_numpy._finish_forward(config, arguments, q, k, 0.125)
+    on_numpy.finish_forward(config, arguments, q, k, 0.125)
     if config.asks_early:
         arguments.asked(q, k, v)
     arguments.launch(program, (1, 1, 1))

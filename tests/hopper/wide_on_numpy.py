@@ -9,16 +9,8 @@ from cute_kernels.tile_scheduler import Sections
 from hopper.config import WARPGROUP_ROWS
 from hopper.wide.config import WideForwardConfig
 from tests.hopper.hopper_machine import AT_ONCE, Timing
-from tests.hopper.on_numpy import (
-    LOG2_E,
-    NO_RULES,
-    Arguments,
-    Rules,
-    program_of,
-    ragged_map,
-    row_map,
-    unwritten,
-)
+from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, program_of, unwritten
+from tests.hopper.tensor_maps import ragged_map, row_map
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 

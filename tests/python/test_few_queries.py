@@ -89,7 +89,6 @@ def config_of(
         ((1, 1, 300), (8, 8), 256, 32),
         # A few tokens that were guessed ahead.
         ((8, 5, 3000), (32, 4), 128, 64),
-        ((4, 16, 9000), (8, 1), 64, 128),
         # Many keys of few heads, which fill no GPU.
         ((1, 64, 60_000), (2, 2), 128, 64),
     ],

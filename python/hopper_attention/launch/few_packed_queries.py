@@ -28,7 +28,7 @@ INT32_BYTES = 4
 
 @dataclass(frozen=True)
 class FewPackedLaunch:
-    """A ``VarlenLaunch`` of tensors for which ``few_packed_queries.find_packed_call`` gave a call."""
+    """A ``VarlenLaunch`` of tensors for which ``few_packed_queries.find_few_packed`` gave a call."""
 
     call: CacheCall
 
@@ -156,7 +156,7 @@ def find_packed_with_descales(
     if backend not in (None, "hopper") or why_not_hopper(target_of(device)):
         return None
     q, k, v = (TensorSpec.of(x) for x in tensors)
-    call = few_packed_queries.find_packed_call(
+    few = few_packed_queries.find_few_packed(
         (q, k, v), specs_of(lengths), lengths[4:], mask, PLAIN, sm_margin
     )
-    return None if call is None else FewPackedLaunch(call)
+    return None if few.call is None else FewPackedLaunch(few.call)

@@ -27,7 +27,7 @@ NO_DESCALES: Descales = (None, None, None)
 
 @dataclass(frozen=True)
 class FewQueriesLaunch:
-    """A ``Launch`` of dense tensors for which ``few_queries.find_call`` gave a call."""
+    """A ``Launch`` of dense tensors for which ``few_queries.find_few`` gave a call."""
 
     call: CacheCall
 
@@ -133,5 +133,5 @@ def find_with_descales(
         return None
     if why_not_hopper(target_of(q.device)):
         return None
-    call = few_queries.find_call(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), mask, PLAIN, sm_margin)
-    return None if call is None else FewQueriesLaunch(call)
+    few = few_queries.find_few(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), mask, PLAIN, sm_margin)
+    return None if few.call is None else FewQueriesLaunch(few.call)

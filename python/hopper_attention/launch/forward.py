@@ -29,6 +29,7 @@ from hopper_attention.forward_rules import (
     ReferenceConfig,
     check_size,
     choose_for,
+    grouped_problem,
     problem_of,
     select_for,
     takes_wide_values,
@@ -48,6 +49,7 @@ from hopper_attention.launch.base import (
 )
 from hopper_attention.launch.few_queries import FewQueriesLaunch
 from hopper_attention.launch.sdpa import TorchLaunch
+from hopper_attention.launch.split_forward import find_split
 from hopper_attention.launch.wide import WithoutQv, make_wide_launcher
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, repairs_for
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides, kernel_sides, present
@@ -361,9 +363,14 @@ def find_launch(
         return NoKeysLaunch(ResultSpec(q_dtype, problem.head_dim_v))
     check_size(config, q_shape, k_shape)
     if isinstance(config, ForwardConfig):
-        few = few_queries.find_call(q, k, v, MaskSpec(causal, *window), scores, sm_margin)
-        if few is not None:
-            return FewQueriesLaunch(few)
+        few = few_queries.find_few(q, k, v, MaskSpec(causal, *window), scores, sm_margin)
+        if few.call is not None:
+            return FewQueriesLaunch(few.call)
+        problem = grouped_problem(problem, q, k, few.group, few.split_rows)
+        if few.splits > 1:
+            config = find_config(problem, q_device, backend)
+            assert isinstance(config, ForwardConfig)
+            return find_split(config, q_device, (q_shape[3], v_shape[3]), few.splits, sm_margin)
     return find(problem, q_device, backend, sm_margin, *layout_of(q, k, v))
 
 

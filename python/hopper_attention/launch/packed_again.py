@@ -51,14 +51,14 @@ class ReadyPackedLaunch:
             return None
         out = Piece((total_q, heads, launcher.head_dim_v), q.dtype)
         facts = out.facts, Piece((heads, total_q)).facts, Piece((heads, 0)).facts
-        work = (Piece((plan_words(total_q, sequences - 1, config.tile_m),), torch.int32),)
+        work = (Piece((plan_words(total_q, sequences - 1, config.tile_queries),), torch.int32),)
         unused = device_memory.no_lengths(q.device)
         of_q, of_k, of_v, of_out, lse, plan, counter, scale, starts_q, starts_k, used_k = map(
             Given, range(11)
         )
         behind = *NO_SIDES, plan, sequences, *NO_PAGES, *NO_CHANGES, launcher.num_ctas
         used = unused, unused if lengths.seqused_k is None else used_k
-        of_plan = total_q, k.shape[0], config.tile_m, OF_QUERIES
+        of_plan = total_q, k.shape[0], config.tile_queries, OF_QUERIES
         steps = [
             Step(launcher.planner.kernel, (starts_q, starts_k, *used, plan, *of_plan)),
             Step(launcher.kernel, (of_q, of_k, of_v, of_out, lse, counter, scale, *behind)),

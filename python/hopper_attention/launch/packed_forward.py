@@ -106,14 +106,14 @@ class PackedForwardLauncher(Launcher):
             return self.call_there(q, k, v, *lengths, *bounds, *rest, scores=scores)
         total_q, heads, _ = q.shape
         batch = cu_seqlens_q.shape[0] - 1
-        check_packed_size("kernel", heads, batch, (total_q, k.shape[0]), self.config.tile_m)
+        check_packed_size("kernel", heads, batch, (total_q, k.shape[0]), self.config.tile_queries)
         out, lse = empty_results(q, self.head_dim_v, wants_lse)
         if seqused_q is not None:
             # The kernel writes the rows of sequences, and those behind the last one.
             out.zero_()
             lse.fill_(-math.inf)
         q, k, v = make_packed_addressable(q), make_packed_addressable(k), make_packed_addressable(v)
-        plan = self.planner(*lengths, (total_q, k.shape[0]), self.config.tile_m)
+        plan = self.planner(*lengths, (total_q, k.shape[0]), self.config.tile_queries)
         given = (window_left, window_right, attention_chunk) if self.config.window else ()
         sides = kernel_sides(*given)
         options: tuple[Any, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,8 @@ from hopper.wide.config import WideForwardConfig
 from hopper_attention import backward_rules, checks
 from hopper_attention.backends import KERNELS
 from hopper_attention.checks import TensorSpec
-from hopper_attention.few_packed_queries import find_packed_call
+from hopper_attention.few_packed_queries import find_few_packed
+from hopper_attention.few_queries import FewQueries
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
 from hopper_attention.launch.backward import find_choice_for
 from hopper_attention.launch.backward import find_config as find_backward_config
@@ -31,6 +32,7 @@ from hopper_attention.launch.packed_backward import make_packed_backward_launche
 from hopper_attention.launch.packed_forward import make_packed_launcher
 from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wide_launcher
 from hopper_attention.launch.sdpa import TorchVarlen, TorchVarlenGradient
+from hopper_attention.launch.split_forward import PackedSplitLauncher, find_packed_split
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences, specs_of
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.packing_rules import MOST_QUERIES
@@ -217,9 +219,10 @@ def find_varlen_launch(
     backend: str | None,
     sm_margin: int,
     scores: ScoreKind = PLAIN,
+    group: int = 1,
 ) -> VarlenLaunch:
     """What serves a call with these tensors, checked; ``lengths`` are those of ``specs_of``, ``window`` has_window and
-    has_chunk.
+    has_chunk, ``group`` that of ``AttentionProblem``.
 
     Raises:
         ValueError, TypeError: the arguments do not make a problem, or ``backend`` cannot run it.
@@ -238,7 +241,25 @@ def find_varlen_launch(
                 for width, shape in shapes.items()
             }
         )
-    return find_varlen(problem, q.device, backend, sm_margin)
+    return find_varlen(replace(problem, group=group), q.device, backend, sm_margin)
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def find_split_varlen(
+    specs: tuple[TensorSpec, TensorSpec, TensorSpec],
+    lengths: tuple[TensorSpec | None, ...],
+    causal: bool,
+    backend: str | None,
+    sm_margin: int,
+    scores: ScoreKind,
+    few: FewQueries,
+) -> PackedSplitLauncher:
+    """``find_varlen_launch`` of few queries, without a window, whose tiles are in parts."""
+    q, _, v = specs
+    problem = packed_problem_of(q, v, causal, (False, False), scores)
+    config = find_config(replace(problem, group=few.group, split_rows=few.split_rows), q.device, backend)
+    assert isinstance(config, ForwardConfig)
+    return find_packed_split(config, q.device, (q.shape[2], v.shape[2]), few.splits, sm_margin)
 
 
 def find_for(
@@ -252,12 +273,15 @@ def find_for(
     """What serves a call with these tensors and lengths: the decode kernel, or that of ``find_varlen_launch``."""
     window = mask.has_window, mask.attention_chunk > 0
     given = specs, specs_of(lengths)
-    of_kind = backend, sm_margin, scores
+    of_kind, group = (backend, sm_margin, scores), 1
     if lengths.max_seqlen_q <= MOST_QUERIES and is_on_hopper(*given, mask.causal, window, *of_kind):
-        call = find_packed_call(*given, lengths[4:], mask, scores, sm_margin)
-        if call is not None:
-            return FewPackedLaunch(call)
-    return find_varlen_launch(*given, mask.causal, window, *of_kind)
+        few = find_few_packed(*given, lengths[4:], mask, scores, sm_margin)
+        if few.call is not None:
+            return FewPackedLaunch(few.call)
+        if few.splits > 1:
+            return find_split_varlen(*given, mask.causal, *of_kind, few)
+        group = few.group
+    return find_varlen_launch(*given, mask.causal, window, *of_kind, group)
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

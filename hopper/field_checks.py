@@ -1,0 +1,36 @@
+"""Checks of fields of a ``ForwardConfig`` that go with others. Each raises ValueError naming the field."""
+
+from typing import Any
+
+GROUPS = (2, 4, 8, 16, 32, 64)
+"""Query heads that a tile may have as rows: those that divide the 64 rows of a warpgroup."""
+
+
+def check_used_columns(config: Any, steps: tuple[int, int]) -> None:
+    """Both are given or none is. ``steps`` are those of columns of Q and K, and of V."""
+    c = config
+    if bool(c.used_head_dim) != bool(c.used_head_dim_v) or (c.used_head_dim and c.element_bytes != 2):
+        raise ValueError(
+            f"used_head_dim is {c.used_head_dim} and used_head_dim_v {c.used_head_dim_v} of elements of "
+            f"{c.element_bytes} bytes, allowed: 0 and 0, or in 16 bits both more"
+        )
+    for name, step in zip(("head_dim", "head_dim_v"), steps, strict=True):
+        used, of_tile = getattr(c, f"used_{name}"), getattr(c, name)
+        if used % step or not 0 <= used <= of_tile:
+            raise ValueError(f"used_{name} is {used}, allowed: multiples of {step} up to {name}, {of_tile}")
+
+
+def check_group(config: Any) -> None:
+    """Rows of several heads take no slopes, sinks or words of dropout, which differ by head, and parts no window."""
+    c = config
+    if c.split and (c.window or not c.pipelined):
+        raise ValueError("split is True, allowed with a window, or where nothing is pipelined: False")
+    if c.group == 1 and not c.split:
+        return
+    by_head = c.alibi or c.sinks or c.dropout or c.functions or c.block_lists
+    is_known = c.element_bytes == 2 and c.warp_specialized
+    if c.group not in (1, *GROUPS) or by_head or c.page_box or c.few_keys or not is_known:
+        raise ValueError(
+            f"group is {c.group} and split {c.split}, allowed: 1 and False, or in 16 bits without pages, few_keys and "
+            f"what is done to scores by head 1, {', '.join(map(str, GROUPS))} and either"
+        )

@@ -1,0 +1,134 @@
+"""Tiles of the query heads of a K/V head together: where queries are few, their heads are rows of one tile.
+
+Row i of a tile is query i // group of head i % group. (FlashAttention-2 packs one query so, FlashAttention-3 any
+number; TMA brings such a tile as a box of ``group`` heads by rows / ``group`` queries.)
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE, ROWS_PER_THREAD
+from cute_kernels.mask import TileMask
+from cute_kernels.seqlen import LedRows, PackedRows, SeqlenInfo
+from cute_kernels.window import Window
+from hopper.config import WARPGROUP_ROWS
+from hopper.forward.batch import DenseBatch, PackedBatch
+from hopper.forward.store import DenseTmaStore
+from hopper.tiles import RAGGED_ROWS, TmaOperand
+
+
+@dataclass(frozen=True)
+class GroupedOperand(TmaOperand):
+    """``gmem`` is ((heads, rows), columns, batch), or of packed sequences ((heads, rows), columns, ...) with the last
+    two modes of a ``ragged_view``. What others call a head is a group of ``group`` heads here."""
+
+    group: int = 1
+
+    def of_rows(self, rows: PackedRows | Int32) -> cute.Tensor:
+        """((heads, rows), columns) of a sequence; ``rows`` is as ``SeqlenInfo`` gives it."""
+        if not isinstance(rows, PackedRows):
+            return self.gmem[None, None, rows]
+        tensor = self.gmem[None, None, RAGGED_ROWS, rows.offset + rows.length]
+        return cute.domain_offset(((0, RAGGED_ROWS - rows.length), 0), tensor)
+
+    def partition(
+        self,
+        tiler: tuple,
+        coord: tuple,
+        head: Int32,
+        rows: PackedRows | LedRows | Int32,
+        share: tuple[Int32 | int, int] = (0, 1),
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        (tile_rows, columns), (row_block, column_block) = tiler, coord
+        box = (self.group, tile_rows // self.group), columns
+        tiles = cute.local_tile(self.of_rows(rows), box, ((head, row_block), column_block))
+        return cpasync.tma_partition(
+            self.atom,
+            share[0],
+            cute.make_layout(share[1]),
+            cute.group_modes(self.smem, 0, 2),
+            cute.group_modes(tiles, 0, 2),
+        )
+
+
+@dataclass(frozen=True)
+class GroupedMask(TileMask):
+    """``TileMask`` where each query has ``group`` rows; ``row`` counts rows."""
+
+    group: int = 1
+
+    def level(self, r: int) -> Int32:
+        query = (self.row + r * ROW_STRIDE) // self.group
+        return query + self.seqlens.seqlen_k - self.seqlens.seqlen_q
+
+
+class GroupedTmaStore(DenseTmaStore):
+    """O goes as it came, LSE to (seqlen_q or 0, heads, batch), or of packed sequences (total_q or 0, heads)."""
+
+    @cute.jit
+    def lse(self, values: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
+        group = self.o.group
+        queries = cutlass.min(seqlens.seqlen_q, self.mLSE.shape[0])
+        if lane % LANES_PER_ROW == 0:
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                query = (row + r * ROW_STRIDE) // group
+                if query < queries:
+                    of_head = self._lse_of(head * group + (row + r * ROW_STRIDE) % group, seqlens)
+                    of_head[query] = values[r]
+
+    def _lse_of(self, head: Int32, seqlens: SeqlenInfo) -> cute.Tensor:
+        if seqlens.is_packed:
+            return cute.domain_offset((seqlens.offset_q,), self.mLSE[None, head])
+        return super()._lse_of(head, seqlens)
+
+
+class GroupedBatch(DenseBatch):
+    """``DenseBatch`` with tiles of ``config.group`` heads."""
+
+    store_type = GroupedTmaStore
+
+    @property
+    def rows_of_box(self) -> tuple[int, int]:
+        group = self.config.group
+        return group, WARPGROUP_ROWS // group
+
+    def view_queries(self, tensor: cute.Tensor) -> cute.Tensor:
+        return with_heads_in_rows(self.view(tensor))
+
+    def queries_and_heads(self, mQ: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+        (heads, seqlen_q), _, batch = mQ.shape
+        return seqlen_q, heads // self.config.group, batch
+
+    def mask(self, window: Window, seqlens: SeqlenInfo, row: Int32, col: Int32) -> GroupedMask:
+        return GroupedMask(window, self.config.tile_n, seqlens, row, col, self.config.group)
+
+    def operand(self, *parts) -> GroupedOperand:
+        return GroupedOperand(*parts, group=self.config.group)
+
+
+class GroupedPackedBatch(PackedBatch):
+    """``PackedBatch`` with tiles of ``config.group`` heads."""
+
+    store_type = GroupedTmaStore
+    rows_of_box = GroupedBatch.rows_of_box
+    view_queries = GroupedBatch.view_queries
+    operand = GroupedBatch.operand
+    mask = GroupedBatch.mask
+
+    def queries_and_heads(self, mQ: cute.Tensor) -> tuple[Int32, Int32, Int32]:
+        (heads, rows), _, *_ = mQ.shape
+        return rows, heads // self.config.group, Int32(1)
+
+
+def with_heads_in_rows(view: cute.Tensor) -> cute.Tensor:
+    """((heads, rows), columns, ...) of (rows, columns, heads, ...)."""
+    rows, columns, heads, *others = view.shape
+    of_rows, of_columns, of_heads, *of_others = view.stride
+    layout = cute.make_layout(
+        ((heads, rows), columns, *others), stride=((of_heads, of_rows), of_columns, *of_others)
+    )
+    return cute.make_tensor(view.iterator, layout)

@@ -1,0 +1,121 @@
+"""How long the kernels take that may serve a call of few queries, by count of tiles, turns and keys.
+
+All numbers are microseconds on an H200, found by timing 800 random calls each of which ran on every kernel that serves
+it (``few_queries_kernels.json``, ``few_packed_queries_kernels.json``). Keys are counted for 128 columns of head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hopper.config import WARPGROUP_ROWS
+from hopper_attention.decode_rules import ctas_of_pieces
+from hopper_attention.kvcache_checks import CacheCall, CacheShape
+from hopper_attention.packing_rules import FORWARD_ROWS, MULTIPROCESSORS
+
+COLUMNS = 128
+"""Of head_dim, for which times of a key are."""
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """Of the decode kernel: to start, for a tile, for a key of a tile."""
+
+    start: float
+    tile: float
+    key: float
+
+
+@dataclass(frozen=True)
+class ForwardTimes:
+    """Of the forward kernel, and of what adds up its parts.
+
+    Attributes:
+        start: of a call; of packed sequences with their plan.
+        tile, tile_columns: of a tile, and the same for COLUMNS columns.
+        key: of a key of a tile, in a tile of which one warpgroup has all rows ``key_of_half``.
+        read: of a key that every multiprocessor reads from memory for itself.
+        merge, merge_part: of the second kernel, and for each part.
+        merge_column: for 2^20 columns of rows of parts, which are written and read.
+    """
+
+    start: float
+    tile: float
+    tile_columns: float
+    key: float
+    key_of_half: float
+    read: float
+    merge: float
+    merge_part: float
+    merge_column: float
+
+
+DENSE_FORWARD = ForwardTimes(2.7, 0.92, 0.61, 0.012, 0.0073, 0.0131, 2.9, 0.045, 2.3)
+PACKED_FORWARD = ForwardTimes(6.1, 0.96, 0.65, 0.0094, 0.0056, 0.0136, 2.3, 0.047, 2.8)
+
+DENSE_DECODE = {
+    32: DecodeTimes(3.1, 1.45, 0.0103),
+    64: DecodeTimes(4.0, 3.0, 0.0124),
+    128: DecodeTimes(7.0, 2.3, 0.0162),
+}
+"""By the rows of a tile, of 16 bits."""
+
+PACKED_DECODE = {
+    32: DecodeTimes(5.3, 1.9, 0.011),
+    64: DecodeTimes(5.3, 5.8, 0.0149),
+    128: DecodeTimes(16.0, 3.1, 0.03),
+}
+
+WIDENED = DecodeTimes(45.0, 2.8, 0.0133)
+"""Of e4m3 with more rows than a kernel takes in e4m3: PyTorch widens the queries before, and multiplies descales."""
+
+HIGH_ROWS = 192
+"""Of a tile in parts at head_dim 64, where there are so many."""
+
+MOST_SPLITS, LEAST_KEYS, MOST_SEQUENCES = 64, 256, 2**20
+"""Parts of a tile at most, keys of a part at least, and sequences of all parts at most."""
+
+
+def decode_cost(call: CacheCall, mean_k: float, tile_m: int, is_widened: bool) -> float:
+    """Of the decode kernel; ``mean_k`` are the keys of a sequence."""
+    shape, of_rows = call.shape, PACKED_DECODE if call.shape.is_packed_q else DENSE_DECODE
+    times = WIDENED if is_widened else of_rows[tile_m]
+    tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // tile_m)
+    of_a_cta = tiles / ctas_of_pieces(MULTIPROCESSORS, tiles, shape.kv_heads, call.has_one_length)
+    wide = shape.head_dim / COLUMNS
+    # Rows of parts are added up, which takes longer for wide ones.
+    wider = max(wide, 1.0) if tile_m >= WARPGROUP_ROWS else 1.0
+    return wider * (times.start + max(of_a_cta, 1.0) * times.tile) + of_a_cta * mean_k * times.key * wide
+
+
+def forward_cost(shape: CacheShape, mean_k: float, group: int = 1, splits: int = 1) -> float:
+    """Of the forward kernel with ``group`` heads in a tile, whose keys are in ``splits`` parts. It has a CTA for each
+    multiprocessor. The longest sequence is one's."""
+    times, heads = PACKED_FORWARD if shape.is_packed_q else DENSE_FORWARD, shape.heads // group
+    wide, rows = shape.head_dim / COLUMNS, shape.seqlen_q * group
+    is_high = splits > 1 and rows > FORWARD_ROWS and max(shape.head_dim, shape.head_dim_v) <= WARPGROUP_ROWS
+    tile_m = HIGH_ROWS if is_high else FORWARD_ROWS
+    tiles = shape.batch * heads * -(-rows // tile_m) * splits
+    turns = -(-tiles // MULTIPROCESSORS)
+    # Warpgroups without a query leave tiles that are in one part.
+    is_half = rows <= WARPGROUP_ROWS and splits == 1
+    key = (times.key_of_half if is_half else times.key) * tile_m / FORWARD_ROWS
+    # Heads that share keys read them together.
+    read = times.read * tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / heads
+    of_keys = max(turns * mean_k * max(key, read), shape.seqlen_k * key) / splits * wide
+    cost = times.start + turns * (times.tile + wide * times.tile_columns) + of_keys
+    if splits > 1:
+        columns = splits * shape.heads * shape.total_q * shape.head_dim / 2**20
+        cost += times.merge + times.merge_part * splits + times.merge_column * columns
+    return cost
+
+
+def best_splits(shape: CacheShape, mean_k: float, group: int) -> int:
+    """The number of parts that takes least time, of those that fill the multiprocessors once, twice or three times, or
+    nearly: trying all would take a call longer than what it gains."""
+    most = min(MOST_SPLITS, shape.seqlen_k // LEAST_KEYS, MOST_SEQUENCES // shape.batch)
+    tiles = shape.batch * (shape.heads // group) * -(-shape.seqlen_q * group // FORWARD_ROWS)
+    filling = (turns * MULTIPROCESSORS / tiles for turns in (1, 2, 3))
+    tried = {1, *(min(int(number * share), most) for number in filling for share in (0.5, 0.75, 1.0))}
+    numbers = sorted(number for number in tried if number >= 1)
+    return min(numbers, key=lambda splits: forward_cost(shape, mean_k, group, splits))

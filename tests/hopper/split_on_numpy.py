@@ -1,0 +1,70 @@
+"""Forward kernels whose tiles are in parts, run on NumPy (``on_numpy``)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hopper.config import ForwardConfig
+from tests.hopper.hopper_machine import Timing
+from tests.hopper.on_numpy import Arguments, finish_forward, program_of
+from tests.hopper.tensor_maps import query_map, ragged_map, row_map
+
+
+def unwritten_parts(splits: int, batch: int, rows: int, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Parts of out and of lse, all NaN."""
+    shape = splits, batch, rows, q.shape[-2]
+    return torch.full((*shape, v.shape[-1]), math.nan), torch.full(shape, math.nan)
+
+
+def parts_on_numpy(
+    config: ForwardConfig,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    softmax_scale: float,
+    splits: int,
+    ctas: int,
+    timing: Timing,
+) -> tuple[Tensor, Tensor]:
+    """``splits`` parts of out and lse of q, k and v, which were NaN before."""
+    c, (q, k, v) = config, tensors
+    parts, lse = unwritten_parts(splits, *q.shape[:2], q, v)
+    arguments = Arguments()
+    arguments.add(
+        query_map(c, q, c.head_dim), row_map(k, c.tile_n, c.head_dim), row_map(v, c.tile_n, c.head_dim_v)
+    )
+    arguments.values += [b"\0" * 16] * 3
+    arguments.parts(lse)
+    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    finish_forward(c, arguments, q, k, softmax_scale)
+    arguments.parts(parts)
+    arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    return parts, lse
+
+
+def packed_parts_on_numpy(
+    config: ForwardConfig,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    plan: Tensor,
+    sequences: int,
+    softmax_scale: float,
+    splits: int,
+    ctas: int,
+    timing: Timing,
+) -> tuple[Tensor, Tensor]:
+    """The same of packed q, k and v; ``sequences`` counts that of rows of no sequence."""
+    c, (q, k, v) = config, tensors
+    parts, lse = unwritten_parts(splits, 1, q.shape[0], q, v)
+    arguments = Arguments()
+    arguments.add(
+        query_map(c, q, c.head_dim),
+        ragged_map(k, c.tile_n, c.head_dim),
+        ragged_map(v, c.tile_n, c.head_dim_v),
+    )
+    heads = q.shape[1] // (k.shape[1] * c.group)
+    counter = arguments.packed(lse, plan, (sequences, heads), softmax_scale, ())
+    arguments.parts(parts)
+    arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    assert not counter.any(), "the next launch would begin with tiles that this one has counted"
+    return parts, lse
