@@ -16,6 +16,7 @@ from hopper_attention import (
     api,
     autograd,
     compile_cache,
+    device_memory,
     explain,
     explain_varlen,
     few_queries,
@@ -26,7 +27,9 @@ from hopper_attention import (
 from hopper_attention.launch import decode, forward, varlen
 from hopper_attention.launch import few_packed_queries as packed_launch
 from hopper_attention.launch import few_queries as launch
+from hopper_attention.masks import NO_MASK
 from hopper_attention.reference import attention_naive
+from hopper_attention.scores import PLAIN
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.kvcache_cases import FP8
 from tests.python.test_decode_launch import DecodeKernels
@@ -193,6 +196,29 @@ def test_keys_that_grow_are_found_once(kernels: DecodeKernels, monkeypatch: pyte
         torch.testing.assert_close(out.double(), exact, atol=1e-2, rtol=1e-2)
         assert kernels.calls[-1]["lengths"].tolist() == [MAX_SEQLEN] * 2
     assert len(kernels.calls) == 6
+
+
+def test_no_cta_is_without_a_key_block(kernels: DecodeKernels) -> None:
+    """So that work memory of many rows is kept, where keys are few."""
+    for seqlen_k, most in ((2000, 2 * 22), (60_000, 128)):
+        sizes = (1, 128, 2, 128), (1, seqlen_k, 2, 128), (1, seqlen_k, 2, 128)
+        q, k, v = (few_queries.contiguous_spec(x, BF16, torch.device("cpu")) for x in sizes)
+        few = few_queries.find_few(q, k, v, NO_MASK, PLAIN, 0)
+        call = few.call if few.call is not None else decoded(q, k, v)
+        launcher = launch.find_short_decode(call)
+        assert launcher.config.tile_m == 128 and launcher.config.tile_n == 96
+        assert launcher.pieces == most <= decode.find_decode(call).pieces == 128
+        is_kept = sum(piece.bytes for piece in launcher.work) <= device_memory.KEPT_BYTES
+        assert is_kept == (seqlen_k == 2000)
+
+
+def decoded(q: Any, k: Any, v: Any) -> Any:
+    """The call on a cache that a dense one is to the decode kernel, whatever is faster."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few_queries, "fastest", lambda call, mean_k: found.append(call) or few_queries.NOT_FEW)
+        few_queries._find_few.__wrapped__(q.shape, v.shape, q.dtype, q.device, NO_MASK, PLAIN, 0)
+    return found[0]
 
 
 def test_tensors_that_tma_cannot_address(kernels: DecodeKernels) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -151,6 +151,17 @@ def _lasting_launcher(call: CacheCall) -> DecodeLauncher:
     if config is None:
         raise NotLastingError
     return _launcher(call, config)
+
+
+def find_short_decode(call: CacheCall) -> DecodeLauncher:
+    """``find_decode`` with a CTA for each key block at most: the others would have none, and memory for parts."""
+    launcher, shape = find_decode(call), call.shape
+    config = launcher.config
+    if isinstance(config, MlaConfig) or config.cluster > 1:
+        return launcher
+    tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // config.tile_m)
+    blocks = tiles * -(-shape.seqlen_k // config.tile_n)
+    return replace(launcher, pieces=min(launcher.pieces, blocks))
 
 
 def _launcher(call: CacheCall, config: DecodeConfig | MlaConfig) -> DecodeLauncher:

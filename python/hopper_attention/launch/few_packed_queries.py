@@ -16,7 +16,7 @@ from hopper_attention.kvcache_checks import CacheCall, CacheTensors
 from hopper_attention.launch import at_once
 from hopper_attention.launch.at_once import Given, Part, Script, Step
 from hopper_attention.launch.base import current_device
-from hopper_attention.launch.decode import any_sequence, attend_by, find_decode
+from hopper_attention.launch.decode import any_sequence, attend_by, find_short_decode
 from hopper_attention.launch.few_queries import NO_DESCALES, Descales, call_with
 from hopper_attention.layout import TMA_BYTES, make_packed_addressable
 from hopper_attention.lengths import Lengths, specs_of
@@ -66,7 +66,7 @@ class FewPackedLaunch:
             v_descale=of_v,
         )
         call = call_with(self.call, softmax_scale, wants_lse)
-        return attend_by(find_decode(call), tensors, scores)
+        return attend_by(find_short_decode(call), tensors, scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,9 @@ class ReadyFewPacked:
             return None
         q, k, v, out, lse, starts_q, starts_k, parts, scale = map(Given, range(9))
         batch, device = launch.call.shape.batch, tensors[0].device
-        with_lse, without_lse = (find_decode(call_with(launch.call, None, wants)) for wants in (True, False))
+        with_lse, without_lse = (
+            find_short_decode(call_with(launch.call, None, wants)) for wants in (True, False)
+        )
         of_k, of_v = (
             Part(x.number, 0, _of_one_page(given)) for x, given in zip((k, v), tensors[1:], strict=True)
         )

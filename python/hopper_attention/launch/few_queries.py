@@ -15,7 +15,7 @@ from hopper_attention.checks import FP8_DTYPE, TensorSpec
 from hopper_attention.device_memory import Facts, Pieces
 from hopper_attention.kvcache_checks import CacheCall, CacheTensors
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device
-from hopper_attention.launch.decode import any_lengths, attend_by, find_decode
+from hopper_attention.launch.decode import any_lengths, attend_by, find_short_decode
 from hopper_attention.layout import make_addressable
 from hopper_attention.masks import MaskSpec
 from hopper_attention.scores import NO_SCORES, PLAIN, Scores
@@ -47,11 +47,11 @@ class FewQueriesLaunch:
         of_q, of_k, of_v = descales
         tensors = CacheTensors(q, k, v, cache_seqlens=lengths, q_descale=of_q, k_descale=of_k, v_descale=of_v)
         call = call_with(self.call, softmax_scale, wants_lse)
-        return attend_by(find_decode(call), tensors, scores)
+        return attend_by(find_short_decode(call), tensors, scores)
 
     def ready(self, q: Tensor, k: Tensor, v: Tensor) -> ReadyFewQueries | None:
         """What serves tensors like these, if they are launched as they are."""
-        is_widened = q.dtype == FP8_DTYPE and not find_decode(self.call).takes_e4m3_queries
+        is_widened = q.dtype == FP8_DTYPE and not find_short_decode(self.call).takes_e4m3_queries
         if is_widened or any(make_addressable(x) is not x for x in (q, k, v)):
             return None
         return ReadyFewQueries.of(self)
@@ -83,8 +83,8 @@ class ReadyFewQueries:
     @classmethod
     def of(cls, launch: FewQueriesLaunch) -> ReadyFewQueries:
         """That of tensors like those of ``launch``."""
-        with_lse = find_decode(launch.call)
-        without_lse = find_decode(call_with(launch.call, None, False))
+        with_lse = find_short_decode(launch.call)
+        without_lse = find_short_decode(call_with(launch.call, None, False))
         return cls(
             launch,
             with_lse.kernel,
