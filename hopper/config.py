@@ -448,6 +448,11 @@ class ForwardConfig:
         return self.element_bytes == 2
 
     @property
+    def takes_groups(self) -> bool:
+        """Whether a tile may have rows of several heads, or its keys be in parts."""
+        return self.element_bytes == 2
+
+    @property
     def asks_early(self) -> bool:
         """Whether a CTA that has started early asks for its first tile: for inputs that are in memory, and not in L2,
         the trip there is made while the kernel in front ends."""

@@ -28,9 +28,10 @@ def check_group(config: Any) -> None:
     if c.group == 1 and not c.split:
         return
     by_head = c.alibi or c.sinks or c.dropout or c.functions or c.block_lists
-    is_known = c.element_bytes == 2 and c.warp_specialized
+    is_known = c.takes_groups and c.warp_specialized
     if c.group not in (1, *GROUPS) or by_head or c.page_box or c.few_keys or not is_known:
         raise ValueError(
-            f"group is {c.group} and split {c.split}, allowed: 1 and False, or in 16 bits without pages, few_keys and "
-            f"what is done to scores by head 1, {', '.join(map(str, GROUPS))} and either"
+            f"group is {c.group} and split {c.split}, allowed: 1 and False, or without pages, few_keys and what is "
+            f"done to scores by head 1, {', '.join(map(str, GROUPS))} and either; of e4m3 where each block of a dense "
+            "problem takes its maximum"
         )

@@ -17,6 +17,9 @@ COLUMNS = VECTOR * LANES
 OUT_DTYPES = (*DTYPES, "float32")
 WAYS = (1, WARPS)
 
+FIRST_WITH_EARLY_STARTS = 90
+"""Compute capability of the first GPUs on which a kernel may start early, times 10."""
+
 FEW_SPLITS = 8
 """What a warp reads at once."""
 
@@ -31,6 +34,11 @@ class CombineConfig:
     arch: str
     dtype: str
     ways: int
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether CTAs may start before the kernel in front of this one has ended (programmatic dependent launch)."""
+        return int(self.arch.removeprefix("sm_").rstrip("af")) >= FIRST_WITH_EARLY_STARTS
 
     @property
     def smem_bytes(self) -> int:

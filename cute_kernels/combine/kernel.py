@@ -55,6 +55,7 @@ class CombineKernel:
             block=(WARPS * LANES, 1, 1),
             min_blocks_per_mp=CTAS_PER_SM,
             preferred_smem_carveout=SMEM_PERCENT,
+            use_pdl=self.config.starts_early,
             stream=stream,
         )
 
@@ -88,6 +89,10 @@ class CombineKernel:
         query = divide(row_of_entry, heads)
         head = row_of_entry - query * heads
         own_shares = shares[None, warp]
+        if const_expr(self.config.starts_early):
+            # Parts are there once the kernel in front has ended. The next one may start, up to its own wait.
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         lse = self._share_out(mPartLSE[None, entry, query, head], own_shares, lane)
         chunk = block * LANES + lane
         has_columns = is_row and chunk * VECTOR < mO.shape[3]

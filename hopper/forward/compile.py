@@ -87,9 +87,13 @@ def compile_forward(config: ForwardConfig, options: str = ""):
 def split_tensors(config: ForwardConfig) -> tuple:
     """Those of ``forward_tensors``, with parts of out and lse."""
     q, k, v, *_ = forward_tensors(config)
+    return q, k, v, *_results_in_parts()
+
+
+def _results_in_parts() -> tuple:
     parts, *rows = (cute.sym_int() for _ in range(4))
     columns = cute.sym_int(divisibility=FLOATS)
-    return q, k, v, strided(Float32, (parts, *rows, columns), FLOATS), strided(Float32, (parts, *rows), 1)
+    return strided(Float32, (parts, *rows, columns), FLOATS), strided(Float32, (parts, *rows), 1)
 
 
 def _page_table():
@@ -148,17 +152,17 @@ def _dense_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
     """From q to mean_v, of sequences of one length."""
     e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
     codes, step = DSL_DTYPES[config.qk_dtype], TMA_BYTES // config.qk_bytes
-    b, sq, sk, sk_padded, h, hk = (cute.sym_int() for _ in range(6))
+    b, sq, sk, sk_padded, h, hk, groups = (cute.sym_int() for _ in range(7))
     d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
     v_shape = (b, sk, hk, dv) if config.v_rows else (b, hk, dv, sk_padded)
+    whole = strided(out, (b, sq, h, dv), 8), strided(Float32, (b, h, cute.sym_int()), 1)
     return (
         strided(codes, (b, sq, h, d), step),
         strided(codes, (b, sk, hk, d), step),
         strided(e4m3, v_shape, 16),
-        strided(out, (b, sq, h, dv), 8),
-        strided(Float32, (b, h, cute.sym_int()), 1),
+        *(_results_in_parts() if config.split else whole),
         words(2),
-        *_scales(b, h, hk),
+        *_scales(b, groups if config.group > 1 else h, hk),
         *_scales_of_outputs(b, hk),
     )
 

@@ -8,10 +8,18 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.fragments import LANES_PER_ROW, ROW_STRIDE, ROWS_PER_THREAD
+from cute_kernels.fragments import (
+    COLUMNS_PER_PAIR,
+    LANES_PER_ROW,
+    ROW_STRIDE,
+    ROWS_PER_THREAD,
+    as_rows,
+    pack,
+    pair_of_quads,
+)
 from cute_kernels.mask import TileMask
 from cute_kernels.seqlen import LedRows, PackedRows, SeqlenInfo
 from cute_kernels.window import Window
@@ -80,10 +88,31 @@ class GroupedTmaStore(DenseTmaStore):
                     of_head = self._lse_of(head * group + (row + r * ROW_STRIDE) % group, seqlens)
                     of_head[query] = values[r]
 
+    @cute.jit
+    def rows(self, acc: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
+        """Columns are in the order of ``pair_of_quads``; four lanes store 32 bytes of a row together."""
+        (mO,), group = self.outputs, self.o.group
+        rows = as_rows(acc)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            query, of_group = (row + r * ROW_STRIDE) // group, (row + r * ROW_STRIDE) % group
+            if query < seqlens.seqlen_q:
+                target = mO[((head * group + of_group, query), None, seqlens.batch)]
+                for j in cutlass.range_constexpr(0, rows.shape[1][1], 2):
+                    column = COLUMNS_PER_PAIR * pair_of_quads(j, lane)
+                    if column < target.shape[0]:
+                        pairs = [(rows[r, (0, j + i)], rows[r, (1, j + i)]) for i in range(2)]
+                        words = [pack(*pair, target.element_type) for pair in pairs]
+                        _store_words((target.iterator + column).toint(), *words)
+
     def _lse_of(self, head: Int32, seqlens: SeqlenInfo) -> cute.Tensor:
         if seqlens.is_packed:
             return cute.domain_offset((seqlens.offset_q,), self.mLSE[None, head])
         return super()._lse_of(head, seqlens)
+
+
+def _store_words(address: Int64, first: Int32, second: Int32) -> None:
+    """To global memory, at a multiple of 8 bytes."""
+    cute.arch.inline_ptx("st.global.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, first, second])
 
 
 class GroupedBatch(DenseBatch):

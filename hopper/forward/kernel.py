@@ -400,6 +400,7 @@ class ForwardKernel:
             mask = self.parts.batch.mask(work.block_range.window, place.seqlens, row, col_in_block)
             scores = work.score_tile(mask, place.head, place.seqlens.batch, blocks)
             softmax.enter_tile(self._rows_of(row, place), place.head, place.seqlens)
+            precision.enter_head(softmax, place)
             correction.begin(place.head_kv, place.seqlens.batch)
             # Both GEMMs and the softmax of all blocks; then O and LSE.
             own_blocks = self._blocks_of_warpgroup(blocks, wg)
@@ -463,7 +464,7 @@ class ForwardKernel:
     ) -> Epilogue:
         """``results`` are those of ``_consume``, ``thread`` the warp in its warpgroup and the lane."""
         c, (mLSE, outputs, first), (warp_in_group, lane) = self.config, results, thread
-        has_quads = c.element_bytes == 1
+        has_quads = self.parts.kv_source.row_stages > 0
         of_store = parts.operands.o, mLSE, c.head_dim_v, outputs, has_quads
         if first:
             of_first = (TmaOperand(*first, parts.operands.o.smem),)

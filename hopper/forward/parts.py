@@ -28,14 +28,19 @@ class KernelParts:
     @staticmethod
     def of_16_bits(config: ForwardConfig) -> "KernelParts":
         """For inputs in 16 bits."""
+        kv_source = DenseTma(config)
         if config.layout == VARLEN:
             kv_source = PagedTma(config) if config.page_box else PackedTma(config)
-            packed = GroupedPackedBatch if config.group > 1 else PackedBatch
-            packed = SplitPackedBatch if config.split else packed
-            return KernelParts(SixteenBits(config), kv_source, packed(config))
-        dense = GroupedBatch if config.group > 1 else DenseBatch
-        dense = SplitBatch if config.split else dense
-        return KernelParts(SixteenBits(config), DenseTma(config), dense(config))
+        return KernelParts(SixteenBits(config), kv_source, batch_of(config))
+
+
+def batch_of(config: ForwardConfig) -> DenseBatch:
+    """How sequences lie, and what the rows of a tile are."""
+    if config.layout == VARLEN:
+        packed = GroupedPackedBatch if config.group > 1 else PackedBatch
+        return (SplitPackedBatch if config.split else packed)(config)
+    dense = GroupedBatch if config.group > 1 else DenseBatch
+    return (SplitBatch if config.split else dense)(config)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hopper.config import ForwardConfig
 from hopper.forward.consumer import Consumer
 from hopper.forward.operands import Mmas
 from hopper.forward.output import Output, OutputInHalves
+from hopper.forward.places import TilePlace
 from hopper.forward.softmax import ComparingRoundingSoftmax, ComparingSinkSoftmax, ComparingSoftmax
 from hopper.forward.unscaled import NoCorrection, NoScales
 
@@ -44,6 +45,9 @@ class SixteenBits(LoopInvariant):
                 *late, scale_log2, dtype
             )
         return (ComparingSoftmax if c.compares_bits else OnlineSoftmax)(*late, scale_log2)
+
+    def enter_head(self, softmax: OnlineSoftmax, place: TilePlace):
+        """What a consumer does for the head of K and V of a tile, as it begins."""
 
     def make_output(self, mmas: Mmas, part_mma: Any, consumer: Any) -> Output:
         """How P V reaches O; ``part_mma`` makes the tiled MMA of so many columns of V, ``consumer`` are the

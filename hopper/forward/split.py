@@ -13,11 +13,13 @@ from cutlass import Int32
 
 from cute_kernels.fragments import (
     COLUMNS_PER_GROUP,
+    COLUMNS_PER_PAIR,
     LANES_PER_ROW,
     ROW_STRIDE,
     ROWS_PER_THREAD,
     as_rows,
     first_column_of_thread,
+    pair_of_quads,
     store_2,
 )
 from cute_kernels.integers import maximum, minimum
@@ -67,10 +69,11 @@ class SplitRange(BlockRange):
         """Those of a part: as many as the others have, or one more. Where there are none, one behind all, whose keys no
         row sees."""
         end, part = self.end(m_block, seqlens), part_of(seqlens)
-        first, behind = (end * number // self.splits for number in (part, part + 1))
-        has_none = 1 - minimum(behind - first, 1)
-        first += (end - first) * has_none
-        return SplitBlocks(self, m_block, seqlens, maximum(behind, first + has_none), first)
+        each = end // self.splits
+        longer = end - each * self.splits
+        first = part * each + minimum(part, longer)
+        count = each + minimum(maximum(longer - part, 0), 1)
+        return SplitBlocks(self, m_block, seqlens, first + maximum(count, 1), first)
 
 
 class SplitBlocks(KeyBlocks):
@@ -120,15 +123,20 @@ class PartStore(DenseTmaStore):
     def rows(self, acc: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
         (mO,) = self.outputs
         rows = as_rows(acc)
-        first_column = first_column_of_thread(lane)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             query, place = self._place(head, seqlens, row + r * ROW_STRIDE)
             if query < seqlens.seqlen_q:
                 target = mO[(*place, None)]
                 for j in cutlass.range_constexpr(rows.shape[1][1]):
-                    column = j * COLUMNS_PER_GROUP + first_column
+                    column = self._column(j, lane)
                     if column < target.shape[0]:
                         store_2(target, (column,), rows[r, (0, j)], rows[r, (1, j)])
+
+    def _column(self, j: int, lane: Int32) -> Int32:
+        """The first of the thread's pair ``j`` of columns."""
+        if self.has_quads:
+            return COLUMNS_PER_PAIR * pair_of_quads(j, lane)
+        return j * COLUMNS_PER_GROUP + first_column_of_thread(lane)
 
     def _place(self, head: Int32, seqlens: SeqlenInfo, row: Int32) -> tuple[Int32, tuple]:
         """Of a row of a tile of ``head``: the query, and where its results are."""

@@ -15,7 +15,8 @@ from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once, fp8, transpose, widen
 from hopper_attention.launch.at_once import Given, Part, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, index_of, no_vectors
-from hopper_attention.launch.few_queries import FewQueriesLaunch, ReadyFewQueries, find_with_descales
+from hopper_attention.launch.few_fp8 import FewFp8Launcher, find_with_descales
+from hopper_attention.launch.few_queries import FewQueriesLaunch, ReadyFewQueries
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher
 from hopper_attention.layout import TMA_BYTES, make_addressable
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -123,16 +124,23 @@ def remember(q: Tensor, k: Tensor, v: Tensor, descales: Descales, flags: Flags) 
     key = q.shape, k.shape, places, flags
     if not remembered.comes_again(key):
         return
-    few = find_with_descales(q, k, v, MaskSpec(flags[0], *flags[6]), flags[1], flags[3])
+    causal, backend, two_level, sm_margin, wants_lse, exact_lse, sides = flags
+    in_e4m3 = not (two_level or exact_lse)
+    few = find_with_descales(q, k, v, MaskSpec(causal, *sides), backend, sm_margin, in_e4m3)
+    if isinstance(few, FewFp8Launcher):
+        if all(make_addressable(x) is x for x in (q, k, v)):
+            call = _call_of(few.attention, tensors, places, sides, wants_lse, (few,))
+            remembered.keep(key, call, *tensors)
+        return
     if few is not None:
         is_ready = all(x.stride(1) == 1 for x in tensors[3:])
         launch = (few.ready(q, k, v) if is_ready else None) or few
-        call = FewDescaledCall(index_of(q.device), launch, places, few.call.softmax_scale)
-        remembered.keep(key, call, *tensors)
+        few_call = FewDescaledCall(index_of(q.device), launch, places, few.call.softmax_scale)
+        remembered.keep(key, few_call, *tensors)
         return
     launcher = _find_launcher(q, k, v, descales, flags)
     if launcher is not None:
-        remembered.keep(key, _call_of(launcher, tensors, places, flags[6]), *tensors)
+        remembered.keep(key, _call_of(launcher, tensors, places, sides, wants_lse), *tensors)
 
 
 def _distinct(q: Any, k: Any, v: Any, descales: Descales) -> tuple[tuple[Any, ...], Places]:
@@ -172,28 +180,53 @@ def _find_launcher(
 
 
 def _call_of(
-    launcher: Fp8HopperLauncher, tensors: tuple[Tensor, ...], places: Places, sides: Sides
+    launcher: Fp8HopperLauncher,
+    tensors: tuple[Tensor, ...],
+    places: Places,
+    sides: Sides,
+    wants_lse: bool,
+    few: tuple[FewFp8Launcher, ...] = (),
 ) -> DescaledCall:
-    """That of calls with tensors like these, of which kernels read the descales at ``places``."""
+    """That of calls with tensors like these, of which kernels read the descales at ``places``; ``few`` is empty, or has
+    the launcher of few queries that ``launcher`` is of."""
     q, k, v, *descales = tensors
     (batch, seqlen_q, heads, head_dim), kv_heads, device = q.shape, k.shape[2], q.device
     first = FIRST_DESCALE + len(descales)
     before, read, pieces = _steps_before(launcher, q, k, v, first)
+    filled: tuple[Given, Given] = Given(OUT), Given(LSE)
+    behind: list[Step] = []
+    for each in few:
+        filled, behind, of_parts = _parts_of(each, q, wants_lse, first + len(pieces))
+        pieces = *pieces, *of_parts
     of_q, of_k, of_v = (_scale_at(place, tensors, kv_heads) for place in places)
-    shared = None
+    shared, scaled_heads = None, heads // (few[0].group if few else 1)
     if places[0] is None:
-        of_q = _ones(batch, heads, device)
-    elif heads != kv_heads:
+        of_q = _ones(batch, scaled_heads, device)
+    elif scaled_heads != kv_heads:
         shared, of_q = places[0], Part(first + len(pieces), 0, Piece((batch, heads, 1)).facts)
         pieces = *pieces, Piece((batch, kv_heads, heads // kv_heads))
     no_mean, no_lse = (kept_argument(no_vectors(batch, n, device)) for n in (kv_heads, heads))
     scales = of_q, of_k, of_v, _ones(batch, kv_heads, device)
     of_call = Given(COUNTER), scales, no_mean, ALL_ROWS, Given(SCALE), sides, ()
-    attention = Step(launcher.kernel, launcher.arguments((*read, Given(OUT), Given(LSE)), *of_call))
-    script = at_once.make_script([*before, attention])
+    attention = Step(launcher.kernel, launcher.arguments((*read, *filled), *of_call))
+    script = at_once.make_script([*before, attention, *behind])
     out = Piece((batch, seqlen_q, heads, launcher.result.head_dim_v), launcher.result.dtype)
     results = out.facts, Piece((batch, heads, seqlen_q)).facts, no_lse
     return DescaledCall(launcher.device_index, script, pieces, shared, *results, head_dim**-0.5)
+
+
+def _parts_of(
+    few: FewFp8Launcher, q: Tensor, wants_lse: bool, first: int
+) -> tuple[tuple[Given, Given], list[Step], Pieces]:
+    """What attention of few queries fills, the launches behind it, and the memory of parts, from argument ``first``
+    on."""
+    if not few.combine:
+        return (Given(OUT), Given(LSE)), [], ()
+    parts, part_lse, no_lse = (Given(first + i) for i in range(3))
+    sizes = few.sizes(q)
+    merged = Part(LSE if wants_lse else no_lse.number, 0, sizes.lse)
+    steps = [Step(combine, (parts, part_lse, Given(OUT), merged)) for combine in few.combine]
+    return (parts, part_lse), steps, sizes.parts
 
 
 def _steps_before(

@@ -16,7 +16,14 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.wide.config import WideForwardConfig
 from hopper_attention import backward_rules, checks, features, few_queries, fp8_rules
 from hopper_attention.autocast import find_autocast_dtype
-from hopper_attention.backends import KERNELS, MOST_MULTIPROCESSORS, Choice, Target, target_of
+from hopper_attention.backends import (
+    HOPPER_CAPABILITY,
+    KERNELS,
+    MOST_MULTIPROCESSORS,
+    Choice,
+    Target,
+    target_of,
+)
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.decode_rules import serving_config
@@ -246,13 +253,12 @@ def explain(
         # Calls on e4m3 tensors are not asked for by parts of V.
         parted = whole if is_fp8 and not in_16_bits else specs
         q_spec, k_spec, v_spec = (parted[name] for name in "qkv")
-        few = few_queries.find_few(q_spec, k_spec, v_spec, mask, scores.kind, sm_margin)
+        in_e4m3 = not (two_level_accumulation or exact_lse)
+        few = few_queries.find_few(q_spec, k_spec, v_spec, mask, scores.kind, sm_margin, in_e4m3)
         if few.call is not None:
             served_by, notes = serving_config(few.call), (*notes, few_queries.NOTE)
         elif few != few_queries.NOT_FEW:
-            of_part = problem_of(q_spec, k_spec, v_spec, causal, mask.sides, scores.kind)
-            of_few = grouped_problem(of_part, q_spec, k_spec, few.group, few.split_rows)
-            served_by = select_for(of_few, choice.backend, target.capability)
+            served_by = config_of_few(few, (q_spec, k_spec, v_spec), mask, scores.kind)
             notes = (*notes, *few.notes)
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores) + notes
     notes += fp8_rules.describe_lse(served_by)
@@ -417,6 +423,25 @@ def describe_copies(
     if isinstance(config, Fp8ForwardConfig) and not config.v_rows:
         copies += ("v is transposed by PyTorch, which is faster with so many queries at this head_dim",)
     return copies
+
+
+def config_of_few(
+    few: few_queries.FewQueries,
+    specs: tuple[TensorSpec, TensorSpec, TensorSpec],
+    mask: MaskSpec,
+    scores: ScoreKind,
+) -> ForwardConfig:
+    """Of the forward kernel that serves a dense call on a Hopper GPU as ``few`` says, which is not ``NOT_FEW``."""
+    q, k, v = specs
+    if q.dtype == checks.FP8_DTYPE:
+        of_e4m3 = fp8_rules.few_queries_problem(q, v, mask.causal, few.group, few.tile_rows, few.splits > 1)
+        return fp8_rules.select_for(of_e4m3)
+    problem = problem_of(q, k, v, mask.causal, mask.sides, scores)
+    config = select_for(
+        grouped_problem(problem, q, k, few.group, few.split_rows), "hopper", HOPPER_CAPABILITY
+    )
+    assert isinstance(config, ForwardConfig)
+    return config
 
 
 def _plan_fp8(

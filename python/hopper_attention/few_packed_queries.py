@@ -80,4 +80,4 @@ def _find_few_packed(
     call = CacheCall(
         shape, mask, head_dim**-0.5, scores, backend="hopper", sm_margin=sm_margin, wants_lse=True
     )
-    return fastest(call, min(total_k / batch, shape.seqlen_k))
+    return fastest(call, min(total_k / batch, shape.seqlen_k), in_e4m3=False)

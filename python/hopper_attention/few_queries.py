@@ -17,10 +17,13 @@ import torch
 
 from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from hopper.field_checks import GROUPS
+from hopper.forward.fp8.tilings import FEW_QUERIES
 from hopper_attention.checks import FP8_DTYPE, TensorSpec
 from hopper_attention.decode_rules import select_decode, why_not_on_hopper
+from hopper_attention.few_e4m3_times import few_cost, native_size, numbers_of_parts, swapped_cost, usual_cost
 from hopper_attention.few_queries_times import best_splits, decode_cost, forward_cost
-from hopper_attention.kvcache_checks import NAMES, CacheCall, read_shape
+from hopper_attention.fp8_rules import HEAD_DIM_STEP
+from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_shape
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS
 from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
 from hopper_attention.packing_rules import MOST_QUERIES
@@ -48,13 +51,14 @@ Close where it is decided between two kernels, and multiples of what decides on 
 @dataclass(frozen=True)
 class FewQueries:
     """What serves a call of few queries: the decode kernel, as a ``call`` on a cache, or the forward kernel with
-    ``group`` query heads in a tile, whose keys are in ``splits`` parts; 1 and 1 as any other. ``split_rows`` is as in
-    ``AttentionProblem``."""
+    ``group`` query heads in a tile, whose keys are in ``splits`` parts. ``split_rows`` is as in ``AttentionProblem``,
+    and of e4m3 ``tile_rows`` as in ``Fp8AttentionProblem``. Without all of these it is served as any other."""
 
     call: CacheCall | None = None
     group: int = 1
     splits: int = 1
     split_rows: int = 0
+    tile_rows: int = 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -77,19 +81,27 @@ def longest_alike(seqlen_k: int) -> int:
 
 
 def find_few(
-    q: TensorSpec, k: TensorSpec, v: TensorSpec, mask: MaskSpec, scores: ScoreKind, sm_margin: int
+    q: TensorSpec,
+    k: TensorSpec,
+    v: TensorSpec,
+    mask: MaskSpec,
+    scores: ScoreKind,
+    sm_margin: int,
+    in_e4m3: bool = True,
 ) -> FewQueries:
     """What serves a checked dense call of the Hopper backend, and others like it. The LSE of its ``call`` is wanted,
     and its scale the default.
 
     Args:
         q, k, v: of 16 bits, or of e4m3 with a descale for each head.
+        in_e4m3: whether the FP8 kernel may have several heads in a tile and keys in parts, whose LSE is not exact, and
+            whose P V is one sum.
     """
     if not may_serve(q.shape, k.shape) or not 0 < k.shape[1] <= MAX_SEQLEN:
         return NOT_FEW
     (batch, seqlen_k, kv_heads, _), head_dim_v = k.shape, v.shape[3]
     sizes = q.shape, (batch, longest_alike(seqlen_k), kv_heads, head_dim_v)
-    return _find_few(*sizes, q.dtype, q.device, mask, scores, sm_margin)
+    return _find_few(*sizes, q.dtype, q.device, mask, scores, sm_margin, in_e4m3)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -101,6 +113,7 @@ def _find_few(
     mask: MaskSpec,
     scores: ScoreKind,
     sm_margin: int,
+    in_e4m3: bool,
 ) -> FewQueries:
     """``find_few`` of all keys that are served alike."""
     if scores.functions or scores.has_dropout or 0 in (*q_shape, *v_shape):
@@ -115,11 +128,14 @@ def _find_few(
     call = CacheCall(
         shape, mask, head_dim**-0.5, scores, backend="hopper", sm_margin=sm_margin, wants_lse=True
     )
-    return fastest(call, shape.seqlen_k)
+    return fastest(call, shape.seqlen_k, in_e4m3)
 
 
-def fastest(call: CacheCall, mean_k: float) -> FewQueries:
-    """What takes least time for a call, by count; ``mean_k`` are the keys of a sequence."""
+def fastest(call: CacheCall, mean_k: float, in_e4m3: bool) -> FewQueries:
+    """What takes least time for a call, by count; ``mean_k`` are the keys of a sequence, ``in_e4m3`` is that of
+    ``find_few``."""
+    if call.shape.dtype == FP8_DTYPE and in_e4m3 and not call.mask.has_window and has_e4m3_tiles(call.shape):
+        return fastest_in_e4m3(call)
     of_forward = fastest_forward(call, mean_k)
     is_served = not why_not_on_hopper(call) and is_faster(call, mean_k, of_forward)
     return FewQueries(call) if is_served else of_forward
@@ -137,6 +153,27 @@ def fastest_forward(call: CacheCall, mean_k: float) -> FewQueries:
         splits = 1 if call.mask.has_window else best_splits(shape, mean_k, group)
         rows = shape.seqlen_q * group if splits > 1 else 0
         found.append((forward_cost(shape, mean_k, group, splits), FewQueries(None, group, splits, rows)))
+    return min(found, key=lambda each: each[0])[1]
+
+
+def has_e4m3_tiles(shape: CacheShape) -> bool:
+    """Whether there are tiles of e4m3 for few queries of such rows."""
+    sizes = shape.head_dim, shape.head_dim_v
+    return max(sizes) <= MAX_HEAD_DIM and not any(size % HEAD_DIM_STEP for size in sizes)
+
+
+def fastest_in_e4m3(call: CacheCall) -> FewQueries:
+    """``fastest`` of dense e4m3 tensors with descales, without a window."""
+    shape = call.shape
+    whole = shape.heads // shape.kv_heads
+    found = [(usual_cost(shape), NOT_FEW)]
+    for group in {1, whole} if whole in GROUPS else (1,):
+        for tile_rows in FEW_QUERIES[native_size(shape)]:
+            for splits in numbers_of_parts(shape, group, tile_rows):
+                few = FewQueries(None, group, splits, tile_rows=tile_rows)
+                found.append((few_cost(shape, group, splits, tile_rows), few))
+    if not why_not_on_hopper(call) and select_decode(call).is_swapped:
+        found.append((swapped_cost(shape), FewQueries(call)))
     return min(found, key=lambda each: each[0])[1]
 
 

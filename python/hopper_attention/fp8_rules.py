@@ -12,6 +12,7 @@ from hopper.config import check_problem_size
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.tilings import (
     are_few_tiles,
+    select_fp8_few_queries_config,
     select_fp8_forward_config,
     transposes_v,
     with_runs,
@@ -26,7 +27,7 @@ from hopper_attention.backends import (
     why_not_ampere,
     why_not_hopper,
 )
-from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE
+from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE, TensorSpec
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem, longest_alike
 
@@ -235,12 +236,34 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     Its ``v_rows`` says whether the kernel transposes V. Where V comes in rows and it does not, a kernel before it does.
     """
     p = problem
+    if p.tile_rows:
+        sizes = p.head_dim, p.head_dim_v, p.causal, DTYPE_NAMES[p.out_dtype]
+        return select_fp8_few_queries_config(*sizes, p.group, p.tile_rows, p.split_rows > 0)
     layout = VARLEN if p.is_packed else DENSE
     flags = p.transposes, p.two_level, p.half_scores, p.has_window
     options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse, p.few_tiles
     dtype = DTYPE_NAMES[p.out_dtype]
     config = select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
     return with_runs(config, p.longest_k)
+
+
+def few_queries_problem(
+    q: TensorSpec, v: TensorSpec, causal: bool, group: int, tile_rows: int, in_parts: bool
+) -> Fp8AttentionProblem:
+    """That of dense e4m3 tensors with descales, with ``group`` query heads in the rows of a tile, whose keys may be in
+    parts."""
+    return Fp8AttentionProblem(
+        FP8_DTYPE,
+        checks.FP8_OUT_DTYPE,
+        q.shape[3],
+        v.shape[3],
+        causal,
+        group=group,
+        split_rows=tile_rows if in_parts else 0,
+        v_rows=True,
+        transposes=True,
+        tile_rows=tile_rows,
+    )
 
 
 def describe_lse(config: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hopper_attention.checks import FP8_OUT_DTYPE
 from hopper_attention.launch.base import REMEMBERED_CALLS, without_rows
 from hopper_attention.launch.dequantized import attend_dequantized
-from hopper_attention.launch.few_queries import find_with_descales
+from hopper_attention.launch.few_fp8 import find_with_descales
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.fp8 import attend
 from hopper_attention.launch.gradients import differentiate
@@ -115,9 +115,11 @@ def forward_fp8(
         out, lse = attend_dequantized(whole, softmax_scale, causal, backend, sm_margin, window, scores)
         return out, lse if wants_lse else without_rows(lse)
 
-    few = find_with_descales(q, k, v, mask, backend, sm_margin)
+    in_e4m3 = not (exact_lse or two_level)
+    few = find_with_descales(q, k, v, mask, backend, sm_margin, in_e4m3)
     if few is not None:
-        out, lse = few(q, k, v, softmax_scale, wants_lse, descales=descales)
+        found: tuple[Tensor, Tensor] = few(q, k, v, softmax_scale, wants_lse, descales=descales)
+        out, lse = found
         return out, lse if wants_lse else q.new_empty((*out.shape[::2], 0), dtype=torch.float32)
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -175,7 +175,8 @@ def test_codes(name: str, given: str) -> None:
         scales = [scales[0]] * 3
     names = ("q_descale", "k_descale", "v_descale")
     descales = {} if given == "no descales" else dict(zip(names, scales, strict=True))
-    assert is_decoded(q, k, v, **case.options, **descales)
+    assert is_decoded(q, k, v, return_attn_probs=True, **case.options, **descales)
+    is_same = is_decoded(q, k, v, **case.options, **descales)
     ones = torch.ones(batch, kv_heads, device="cuda")
     of_q, of_k, of_v = (descales.get(name, ones).double()[:, None, :, None] for name in names)
     of_q = of_q.repeat_interleave(case.heads[0] // kv_heads, 2)
@@ -184,7 +185,12 @@ def test_codes(name: str, given: str) -> None:
         found = flash_attn_func(q, k, v, return_attn_probs=True, **case.options, **descales)
         assert found[0].dtype == BF16
         check(case, found, *whole, case.options)
-        assert torch.equal(flash_attn_func(q, k, v, **case.options, **descales), found[0])
+        out = flash_attn_func(q, k, v, **case.options, **descales)
+        if is_same:
+            assert torch.equal(out, found[0])
+        else:
+            # Without an exact LSE the FP8 kernel may be faster.
+            check(case, (out, found[1]), *whole, case.options)
 
 
 GRADIENTS = {

@@ -113,6 +113,11 @@ class Arguments:
         rows = tensor.permute(1, 3, 2, 0)
         self.tensor(tensor, tuple(rows.shape), (rows.stride(0), *rows.stride()[2:]))
 
+    def heads_in_rows(self, tensor: Tensor) -> None:
+        """The same as ((heads, seqlen), head_dim, batch)."""
+        rows = tensor.permute(2, 1, 3, 0)
+        self.tensor(tensor, tuple(rows.shape), (*rows.stride()[:2], rows.stride(3)))
+
     def asked(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """What a forward kernel asks for before it waits for the one in front, last."""
         self.rows_of(q)
@@ -296,32 +301,51 @@ def fp8_forward_on_numpy(
 ) -> tuple[Tensor, Tensor]:
     """out and lse as the FP8 kernel leaves them; ``sides`` of its window, ``runs`` means of V's and ``changes``."""
     c, q, k, v = config, parts.q, parts.k, parts.v
-    if c.v_rows:
-        v_map = row_map(v.row_major().data, c.tile_n, c.head_dim_v)
-    else:
-        vt = v.data if isinstance(v, TransposedV) else transpose_for_kernel(v.data)
-        v_map = tile_map(vt, (3, 2, 1, 0), c.head_dim_v, c.tile_n)
-    q8, k8 = (x.data.to(WIDE_CODES) if c.wide_codes else x.data for x in (q, k))
     arguments, out, lse = _forward_arguments(config, q.data, v.shape[3], parts.dtype)
-    of_q, of_o = (row_map(x, WARPGROUP_ROWS, d) for x, d in ((q8, c.head_dim), (out, c.head_dim_v)))
-    arguments.values[:4] = of_q, row_map(k8, c.tile_n, c.head_dim), v_map, of_o
-    v_scales = v.scale, torch.ones(*v.scale.shape[:2], 1)
-    mean_v = parts.mean_v if adds_mean(parts) else torch.empty(*v.scale.shape[:2], 0)
-    for scale in (q.scale, k.scale, *v_scales[:: -1 if v.scale.shape[2] == 1 else 1], mean_v):
-        arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
-    (arguments.divisors if c.has_block_divisor else arguments.add)(min(q.block, ALL_ROWS))
-    arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
+    arguments.values[:4] = *fp8_maps(c, parts), query_map(c, out, c.head_dim_v)
+    add_scales(c, arguments, parts)
     if c.run_blocks:
+        mean_v = mean_of(parts)
         means, changes = runs or (mean_v[:, :0, None], torch.zeros(len(mean_v), 0, 4, dtype=torch.int32))
         for x, n in memory_of_runs(c, means, changes):
             arguments.tensor(x, tuple(x.shape[:n]), x.stride()[:-1])
     finish_forward(c, arguments, q.data, k.data, softmax_scale)
     arguments.add(*sides)
     asked = (q.data, k.data, v.row_major().data) if c.asks_early else ()
-    for rows in (out, *asked) if c.o_from_registers else asked:
+    if c.o_from_registers:
+        (arguments.heads_in_rows if c.group > 1 else arguments.rows_of)(out)
+    for rows in asked:
         arguments.rows_of(rows)
     arguments.launch(program_of(config), (1, 1, 1), timing)
     return out, lse
+
+
+def fp8_maps(config: Fp8ForwardConfig, parts: QuantizedQKV) -> tuple[Any, Any, Any]:
+    """Of Q, K and V."""
+    c, v = config, parts.v
+    if c.v_rows:
+        v_map = row_map(v.row_major().data, c.tile_n, c.head_dim_v)
+    else:
+        vt = v.data if isinstance(v, TransposedV) else transpose_for_kernel(v.data)
+        v_map = tile_map(vt, (3, 2, 1, 0), c.head_dim_v, c.tile_n)
+    q, k = (x.data.to(WIDE_CODES) if c.wide_codes else x.data for x in (parts.q, parts.k))
+    return query_map(c, q, c.head_dim), row_map(k, c.tile_n, c.head_dim), v_map
+
+
+def mean_of(parts: QuantizedQKV) -> Tensor:
+    """That of V which the kernel adds."""
+    return parts.mean_v if adds_mean(parts) else torch.empty(*parts.v.scale.shape[:2], 0)
+
+
+def add_scales(config: Fp8ForwardConfig, arguments: Arguments, parts: QuantizedQKV) -> None:
+    """Those of Q, which the heads of a tile share, of K, V and the output; the mean of V; rows that share one."""
+    c, q, k, v = config, parts.q, parts.k, parts.v
+    v_scales = v.scale, torch.ones(*v.scale.shape[:2], 1)
+    of_scales = q.scale[:, :: c.group], k.scale, *v_scales[:: -1 if v.scale.shape[2] == 1 else 1]
+    for scale in (*of_scales, mean_of(parts)):
+        arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
+    (arguments.divisors if c.has_block_divisor else arguments.add)(min(q.block, ALL_ROWS))
+    arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)
 
 
 def _forward_arguments(

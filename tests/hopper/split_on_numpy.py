@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hopper.config import ForwardConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper_attention.quantized import QuantizedQKV
 from tests.hopper.hopper_machine import Timing
-from tests.hopper.on_numpy import Arguments, finish_forward, program_of
+from tests.hopper.on_numpy import Arguments, add_scales, finish_forward, fp8_maps, program_of
 from tests.hopper.tensor_maps import query_map, ragged_map, row_map
 
 
-def unwritten_parts(splits: int, batch: int, rows: int, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def unwritten_parts(splits: int, batch: int, rows: int, q: Tensor, v: Any) -> tuple[Tensor, Tensor]:
     """Parts of out and of lse, all NaN."""
     shape = splits, batch, rows, q.shape[-2]
     return torch.full((*shape, v.shape[-1]), math.nan), torch.full(shape, math.nan)
@@ -38,6 +41,29 @@ def parts_on_numpy(
     arguments.parts(lse)
     arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
     finish_forward(c, arguments, q, k, softmax_scale)
+    arguments.parts(parts)
+    arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    return parts, lse
+
+
+def fp8_parts_on_numpy(
+    config: Fp8ForwardConfig,
+    inputs: QuantizedQKV,
+    softmax_scale: float,
+    splits: int,
+    ctas: int,
+    timing: Timing,
+) -> tuple[Tensor, Tensor]:
+    """The same of e4m3."""
+    q, k, v = inputs.q.data, inputs.k.data, inputs.v
+    parts, lse = unwritten_parts(splits, *q.shape[:2], q, v)
+    arguments = Arguments()
+    arguments.add(*fp8_maps(config, inputs))
+    arguments.values += [b"\0" * 16] * 3
+    arguments.parts(lse)
+    arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
+    add_scales(config, arguments, inputs)
+    finish_forward(config, arguments, q, k, softmax_scale)
     arguments.parts(parts)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return parts, lse

@@ -204,10 +204,10 @@ def test_plan_for_this_machines_cpu() -> None:
 
 
 def test_plan_for_fp8() -> None:
-    q = meta(1, 128, 2, 64, dtype=torch.float8_e4m3fn)
+    q = meta(1, 300, 2, 64, dtype=torch.float8_e4m3fn)
     plan = plan_for(q, q, q)
     assert plan.backend == "hopper" and isinstance(plan.config, Fp8ForwardConfig)
-    assert plan.config == select_fp8_forward_config(64, 64, False, "bfloat16", 128, v_rows=True)
+    assert plan.config == select_fp8_forward_config(64, 64, False, "bfloat16", 300, v_rows=True)
     emulated = plan_for(q, q, q, backend="reference")
     assert emulated.config == ReferenceConfig(fp8=True) and "fp8" in emulated.config.name
     odd = meta(1, 128, 2, 72, dtype=torch.float8_e4m3fn)

@@ -24,7 +24,7 @@ from hopper_attention import (
     flash_attn_varlen_func,
     ops,
 )
-from hopper_attention.launch import decode, forward, varlen
+from hopper_attention.launch import decode, few_fp8, forward, varlen
 from hopper_attention.launch import few_packed_queries as packed_launch
 from hopper_attention.launch import few_queries as launch
 from hopper_attention.masks import NO_MASK
@@ -41,9 +41,9 @@ BF16 = torch.bfloat16
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeKernels]:
     """Those of a pretended H200, which has no kernel of the forward pass."""
     fake = DecodeKernels()
-    pretend(monkeypatch, forward, decode, launch, varlen, packed_launch)
+    pretend(monkeypatch, forward, decode, few_fp8, varlen, packed_launch)
     monkeypatch.setattr(decode, "index_of", lambda device: 0)
-    for module in (launch, packed_launch):
+    for module in (few_fp8, packed_launch):
         monkeypatch.setattr(module, "why_not_hopper", lambda target: "")
     monkeypatch.setattr(packed_launch, "kept_argument", lambda tensor: tensor)
     monkeypatch.setattr(compile_cache, "get_serving", fake.load)
@@ -141,15 +141,16 @@ def test_what_the_decode_kernel_does_not_do_is_the_forward_kernels() -> None:
     assert config_of(sizes, heads, backend="reference").name.startswith("reference")
 
 
-def test_codes_of_few_rows_are_always_the_decode_kernels() -> None:
+def test_codes_of_few_rows_are_always_the_decode_kernels_where_the_lse_is_exact() -> None:
+    given = {"dtype": FP8, "return_attn_probs": True}
     for sizes, heads in (((1, 1, 30), (4, 4)), ((100, 2, 5000), (64, 8)), ((1, 16, 8000), (8, 8))):
-        config = config_of(sizes, heads, dtype=FP8)
+        config = config_of(sizes, heads, **given)
         assert isinstance(config, DecodeConfig) and config.e4m3_queries
     # More rows are of a kernel in 16 bits, where many keys are shared out.
-    config = config_of((1, 16, 60_000), (8, 2), dtype=FP8)
+    config = config_of((1, 16, 60_000), (8, 2), **given)
     assert isinstance(config, DecodeConfig) and config.is_widened
     for sizes, heads in (((1, 16, 1000), (8, 2)), ((64, 64, 2000), (8, 8))):
-        assert isinstance(config_of(sizes, heads, dtype=FP8), ForwardConfig)
+        assert isinstance(config_of(sizes, heads, **given), ForwardConfig)
 
 
 def test_lengths_that_are_served_alike() -> None:
@@ -216,8 +217,8 @@ def decoded(q: Any, k: Any, v: Any) -> Any:
     """The call on a cache that a dense one is to the decode kernel, whatever is faster."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(few_queries, "fastest", lambda call, mean_k: found.append(call) or few_queries.NOT_FEW)
-        few_queries._find_few.__wrapped__(q.shape, v.shape, q.dtype, q.device, NO_MASK, PLAIN, 0)
+        patch.setattr(few_queries, "fastest", lambda call, *_: found.append(call) or few_queries.NOT_FEW)
+        few_queries._find_few.__wrapped__(q.shape, v.shape, q.dtype, q.device, NO_MASK, PLAIN, 0, True)
     return found[0]
 
 

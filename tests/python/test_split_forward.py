@@ -32,7 +32,6 @@ from hopper_attention.launch import (
     split_forward,
     varlen,
 )
-from hopper_attention.launch import few_queries as launch
 from hopper_attention.launch.split_forward import SplitLauncher
 from hopper_attention.masks import NO_MASK
 from hopper_attention.reference import attention_naive
@@ -123,11 +122,8 @@ def attend_to_part(
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """Those of a pretended H200."""
     fake = Kernels()
-    pretend(
-        monkeypatch, forward, launch, varlen, few_packed_queries, packed_forward, packed_again, split_forward
-    )
-    for module in (launch, few_packed_queries):
-        monkeypatch.setattr(module, "why_not_hopper", lambda target: "")
+    pretend(monkeypatch, forward, varlen, few_packed_queries, packed_forward, packed_again, split_forward)
+    monkeypatch.setattr(few_packed_queries, "why_not_hopper", lambda target: "")
     for module in (split_forward, packed_forward):
         monkeypatch.setattr(module, "index_of", lambda device: 0)
     monkeypatch.setattr(compile_cache, "get_serving", fake.load)
@@ -220,9 +216,9 @@ def test_what_differs_by_head_is_of_tiles_of_a_head() -> None:
 def test_parts_are_as_many_as_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     found, fastest = [], few_queries.fastest
 
-    def noted(call: Any, mean_k: float) -> Any:
+    def noted(call: Any, mean_k: float, in_e4m3: bool) -> Any:
         found.append((call, mean_k))
-        return fastest(call, mean_k)
+        return fastest(call, mean_k, in_e4m3)
 
     monkeypatch.setattr(few_queries, "fastest", noted)
     forget_launchers()

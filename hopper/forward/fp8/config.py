@@ -198,7 +198,7 @@ class Fp8ForwardConfig(ForwardConfig):
         """Where it could only share memory. V's columns are transposed into an order in which a thread has four
         neighbours of O. The fence of lowered queries would wait until all of the O before has been stored."""
         is_awaited = self.lowers_queries or self.layout != DENSE
-        return self.v_rows and self._o_needs_place and self.pipelined and not is_awaited
+        return (self.v_rows and self._o_needs_place and self.pipelined and not is_awaited) or self.split
 
     @property
     def _has_short_ends(self) -> bool:
@@ -210,7 +210,7 @@ class Fp8ForwardConfig(ForwardConfig):
     def has_short_beginnings(self) -> bool:
         """Whether a tile's first block of K is loaded before its Q, and the block of Q's scale found without a
         division: it gains where tiles are short, which causal ones are."""
-        return self.o_from_registers and self.causal
+        return self.o_from_registers and self.causal and not self.split and self.group == 1
 
     @property
     def has_block_divisor(self) -> bool:
@@ -242,7 +242,8 @@ class Fp8ForwardConfig(ForwardConfig):
         """Also where the producer transposes V and beginnings are short, and where keys are few: with the softmax that
         these had before N(0, 1) took 4 to 7 % less by it at head_dim 64, up to 3 at 128. Lowered queries leave no
         registers for it."""
-        return self.has_short_beginnings or (self._is_for_few_keys and self.causal and self.is_plain)
+        has_few = self._is_for_few_keys and self.causal and self.is_plain and self.group == 1
+        return self.has_short_beginnings or has_few
 
     @property
     def first_widths(self) -> tuple[int, ...]:
@@ -268,12 +269,27 @@ class Fp8ForwardConfig(ForwardConfig):
     def starts_early(self) -> bool:
         """Where it gained: behind the kernel that transposes V, where O goes from registers, and where keys are few:
         0.8 to 1.3 % of calls back to back (`early` in `fp8_short_peaky.json`)."""
-        return self.lowers_queries or self.o_from_registers or (self._is_for_few_keys and not self.v_rows)
+        few = self._is_for_few_keys and (not self.v_rows or self.has_lone_scales)
+        return self.lowers_queries or self.o_from_registers or few
 
     @property
     def asks_early(self) -> bool:
         """Where V comes in rows and what stands between two tiles is short: there it was timed, and gained."""
-        return self._has_short_ends and self.is_plain
+        return self._has_short_ends and self.is_plain and self.group == 1
+
+    @property
+    def takes_groups(self) -> bool:
+        """Where each block takes its maximum, and P V is one sum: of dense problems."""
+        takes_maxima = self.softmax in (Softmax.EXACT, Softmax.EAGER) and not (
+            self.two_level or self.wide_codes
+        )
+        return takes_maxima and self.layout == DENSE
+
+    @property
+    def has_lone_scales(self) -> bool:
+        """Whether a consumer reads the scales of K and V once a tile, in place of once a block from shared memory: V in
+        rows comes with one for all keys of a head. With the eager softmax: others were not tried."""
+        return self.v_rows and self.softmax is Softmax.EAGER and self.layout == DENSE and not self.two_level
 
     @property
     def mean_bytes(self) -> int:

@@ -5,7 +5,6 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.problem import VARLEN
 from cute_kernels.window import sides_of
-from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.kv_source import (
     PackedTransposedTma,
@@ -17,7 +16,7 @@ from hopper.forward.fp8.precision import BlockScaled
 from hopper.forward.fp8.scales import Runs
 from hopper.forward.kernel import ForwardKernel
 from hopper.forward.operands import PerOperand
-from hopper.forward.parts import KernelParts, LaunchOptions
+from hopper.forward.parts import KernelParts, LaunchOptions, batch_of
 
 
 class Fp8ForwardKernel(ForwardKernel):
@@ -31,10 +30,11 @@ class Fp8ForwardKernel(ForwardKernel):
 
     def __init__(self, config: Fp8ForwardConfig):
         if config.layout == VARLEN:
-            source, batch = PackedTransposingRows if config.v_rows else PackedTransposedTma, PackedBatch
+            source = PackedTransposingRows if config.v_rows else PackedTransposedTma
         else:
-            source, batch = TransposingRows if config.v_rows else TransposedTma, DenseBatch
-        super().__init__(config, KernelParts(BlockScaled(config), source(config), batch(config)))
+            source = TransposingRows if config.v_rows else TransposedTma
+        batch = batch_of(config)
+        super().__init__(config, KernelParts(BlockScaled(config), source(config), batch))
 
     def _divisor(self, block_q: Int32) -> Int32 | cute.FastDivmodDivisorV2:
         return cute.FastDivmodDivisorV2(block_q) if self.config.has_block_divisor else block_q

@@ -22,12 +22,15 @@ from hopper.forward.fp8.softmax.exact import ExactSoftmax
 from hopper.forward.fp8.softmax.far import FarHalfScoresSoftmax
 from hopper.forward.fp8.softmax.half import HalfScoresOfAnyCodes
 from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
+from hopper.forward.fp8.softmax.lone import LoneScalesSoftmax
 from hopper.forward.fp8.staging import Staging
 from hopper.forward.fp8.two_level import TwoLevelOutput
 from hopper.forward.fp8.warp_scores import WarpScores
 from hopper.forward.operands import Mmas
 from hopper.forward.output import Output
+from hopper.forward.places import TilePlace
 from hopper.forward.precision import SixteenBits
+from hopper.forward.unscaled import NoScales
 from hopper.tiles import swizzle_bytes, swizzled_layout
 
 COLUMNS_WITH_REGISTERS_TO_SPARE = 128
@@ -74,7 +77,13 @@ class BlockScaled(SixteenBits):
             return FarHalfScoresSoftmax(*common, pairs)
         if c.softmax is Softmax.LAGGING:
             return LaggingSoftmax(*common, self._warp_scores(storage))
+        if c.has_lone_scales:
+            return LoneScalesSoftmax(*common, (scales.k, scales.v))
         return (EagerSoftmax if c.softmax is Softmax.EAGER else ExactSoftmax)(*common)
+
+    def enter_head(self, softmax: OnlineSoftmax, place: TilePlace):
+        if self.config.has_lone_scales:
+            softmax.enter_head(place.head_kv, place.seqlens)
 
     def make_output(self, mmas: Mmas, part_mma: Any, consumer: Any) -> Output:
         sV, softmax = consumer.operands.v.smem, consumer.softmax
@@ -84,7 +93,9 @@ class BlockScaled(SixteenBits):
             return super().make_output(mmas, part_mma, consumer)
         return TwoLevelOutput(self.config, mmas, part_mma(self.config.pv_columns), sV, softmax)
 
-    def make_scales(self, scale_log2: Float32, extras: tuple, storage: Any) -> ScalePublisher:
+    def make_scales(self, scale_log2: Float32, extras: tuple, storage: Any) -> NoScales:
+        if self.config.has_lone_scales:
+            return NoScales()
         largest_unit = cute.make_rmem_tensor(1, Float32)
         return ScalePublisher(
             scale_log2, BlockScales(*extras), self.config.tile_n, self._slots(storage), largest_unit
@@ -93,7 +104,8 @@ class BlockScaled(SixteenBits):
     def make_correction(self, extras: tuple, storage: Any) -> MeanOfV:
         c, scales = self.config, BlockScales(*extras)
         memory = storage.means.get_tensor(cute.make_layout((self.mean_floats // c.consumers, c.consumers)))
-        common = scales.mean_v, memory, self._first_consumer, c.o_from_registers
+        has_quads = c.v_rows and c.o_from_registers
+        common = scales.mean_v, memory, self._first_consumer, has_quads
         for runs in scales.runs:
             layout = cute.make_layout((WARPGROUP_ROWS * c.head_dim_v // 2, c.consumers))
             of_output = storage.sO.get_tensor(layout, dtype=Float32)

@@ -89,15 +89,15 @@ class ScalePublisher(NoScales):
         entry, first = blocks_of_sequence(seqlens, seqlens.offset_k, s.block_k)
         block = first + n_block * self.tile_n // s.block_k
         if cute.arch.lane_idx() == 0:
-            self.slots[slot, 0] = _valid(s.k[entry, head_kv, block]) * self.scale_log2
+            self.slots[slot, 0] = valid(s.k[entry, head_kv, block]) * self.scale_log2
             least = self.largest_unit[0] * Float32(UNIT_RANGE)
-            unit = maximum_or_nan(_valid(s.v[entry, head_kv, block]), least)
+            unit = maximum_or_nan(valid(s.v[entry, head_kv, block]), least)
             self.largest_unit[0] = cute.arch.fmax(self.largest_unit[0], unit)
             self.slots[slot, 1] = unit
         cute.arch.sync_warp()
 
 
 @cute.jit
-def _valid(scale: Float32) -> Float32:
+def valid(scale: Float32) -> Float32:
     """Where a scale is negative, NaN, which reaches all that it would make wrong: it would turn maxima into minima."""
     return scale if scale >= Float32(0.0) else Float32.nan

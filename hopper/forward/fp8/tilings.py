@@ -13,9 +13,15 @@ from hopper.config import (
     TWO_CONSUMERS_OF_WIDE_ROWS,
     TWO_CONSUMERS_TRANSPOSING,
     WARPGROUP_ROWS,
+    Registers,
+    validate_forward_config,
 )
 from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
 from hopper.forward.tilings import ANY_LENGTH, MANY_TILES, PACKED_SEQLEN, Tiling, tiling
+
+ONE_CONSUMER_TRANSPOSING = Registers(consumer=192, producer=64)
+"""Of each of two CTAs an SM."""
+LONE_CONSUMER_TRANSPOSING = Registers(consumer=256, producer=56)
 
 exact = partial(tiling, late_rescale=True)
 eager = partial(exact, softmax=Softmax.EAGER, ping_pong=False)
@@ -206,6 +212,48 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
 }
 """By head_dim and causal, for V in rows where nobody gets the LSE and nothing is masked but causally."""
 
+PARTS_TRANSPOSING = Registers(consumer=216, producer=72)
+"""Where keys are in parts, what finds them takes registers of those who transpose."""
+
+low_rows = partial(
+    wide_rows, eager, WARPGROUP_ROWS, ctas_per_sm=2, registers=ONE_CONSUMER_TRANSPOSING, polynomial_pairs=3
+)
+"""Tiles of 64 rows, and two CTAs an SM."""
+
+high_rows = partial(
+    wide_rows, eager, 3 * WARPGROUP_ROWS, registers=THREE_CONSUMERS_TRANSPOSING, polynomial_pairs=3
+)
+
+FEW_QUERIES: dict[int, dict[int, Tiling]] = {
+    64: {64: low_rows(192, 2), 192: high_rows(128, 3)},
+    128: {64: low_rows(128, 2), 128: FEW_ROWS[128], 192: high_rows(96, 3)},
+    256: {
+        64: wide_rows(eager, 64, 128, 2, registers=LONE_CONSUMER_TRANSPOSING),
+        128: wide_rows(eager, 128, 128, 2),
+    },
+}
+"""By head_dim and rows of a tile, for tiles with the query heads of a key/value head (`fp8_few_queries_tiles.json`)."""
+
+FEW_QUERIES_IN_PARTS: dict[int, dict[int, Tiling]] = {
+    64: FEW_QUERIES[64],
+    128: FEW_QUERIES[128]
+    | {128: wide_rows(eager, 128, 128, 3, polynomial_pairs=3, registers=PARTS_TRANSPOSING)},
+    256: FEW_QUERIES[256] | {128: wide_rows(eager, 128, 96, 2, registers=TWO_CONSUMERS_TRANSPOSING)},
+}
+"""The same where keys are in parts."""
+
+
+def _native(head_dim: int) -> int:
+    """The head_dim of the tiles that serve this one.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim is {head_dim}, allowed: at most {MAX_HEAD_DIM}")
+    return min(size for size in FEW_QUERIES if size >= head_dim)
+
+
 FP8_TWO_LEVEL_TILINGS: dict[int, tuple[Tiling, ...]] = {
     64: (
         two_level(128, 128, 4, polynomial_pairs=3),
@@ -353,6 +401,23 @@ def select_fp8_forward_config(
     config = _build(chosen, min(fits), causal, output)
     lowers = config.softmax is Softmax.HALF_SCORES and (v_rows or not half_scores)
     return replace(config, window=window, layout=layout, chunk=chunk, lowers_queries=lowers)
+
+
+def select_fp8_few_queries_config(
+    head_dim: int, head_dim_v: int, causal: bool, output: str, group: int, tile_rows: int, split: bool
+) -> Fp8ForwardConfig:
+    """The config for few queries of e4m3, V in rows and one scale for all keys of a head, and for the queries of
+    ``group`` heads, which stand in the ``tile_rows`` rows of a tile. With ``split`` several
+    CTAs visit parts of a tile's keys.
+
+    Raises:
+        ValueError: a head dimension is too large, or no tile has ``group`` heads.
+    """
+    native = _native(max(head_dim, head_dim_v))
+    tiles = (FEW_QUERIES_IN_PARTS if split else FEW_QUERIES)[native]
+    config = replace(_build(tiles[tile_rows], native, causal, output), group=group, split=split)
+    validate_forward_config(config)
+    return config
 
 
 def with_runs(config: Fp8ForwardConfig, seqlen_k: int) -> Fp8ForwardConfig:

@@ -8,17 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from hopper_attention import device_memory, few_queries
+from hopper_attention import device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.backends import target_of, why_not_hopper
-from hopper_attention.checks import FP8_DTYPE, TensorSpec
+from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.device_memory import Facts, Pieces
 from hopper_attention.kvcache_checks import CacheCall, CacheTensors
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device
 from hopper_attention.launch.decode import any_lengths, attend_by, find_short_decode
 from hopper_attention.layout import make_addressable
-from hopper_attention.masks import MaskSpec
-from hopper_attention.scores import NO_SCORES, PLAIN, Scores
+from hopper_attention.scores import NO_SCORES, Scores
 
 Descales = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
@@ -123,15 +121,3 @@ class ReadyFewQueries:
             # It looks at addresses before it launches anything. Copies are to take the place of these.
             del out, lse
         return self.launch(q, k, v, softmax_scale, wants_lse, descales=descales)
-
-
-def find_with_descales(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, backend: str | None, sm_margin: int
-) -> FewQueriesLaunch | None:
-    """What serves checked tensors of e4m3 with a descale for each head, if their queries are few."""
-    if backend not in (None, "hopper") or not few_queries.may_serve(q.shape, k.shape):
-        return None
-    if why_not_hopper(target_of(q.device)):
-        return None
-    few = few_queries.find_few(TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v), mask, PLAIN, sm_margin)
-    return None if few.call is None else FewQueriesLaunch(few.call)

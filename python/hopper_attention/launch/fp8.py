@@ -20,6 +20,8 @@ from hopper_attention.backends import Choice, target_of
 from hopper_attention.checks import FP8_DTYPE, TensorSpec
 from hopper_attention.fp8_rules import Fp8Problem, block_of, check_size, choose_for, select_for
 from hopper_attention.launch.base import (
+    NO_PLAN,
+    NO_SIDES,
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
     Launcher,
@@ -29,7 +31,7 @@ from hopper_attention.launch.base import (
     no_runs,
     no_vectors,
 )
-from hopper_attention.launch.forward import NO_PLAN, run_forward
+from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.transpose import transpose_values
 from hopper_attention.launch.widen import widened
 from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repairs_for
@@ -121,8 +123,8 @@ class Fp8HopperLauncher(Launcher):
 
     ``repairs`` is empty, or what q and k each need before the kernel can address them. ``block_k`` are the keys that
     share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows, ``has_window`` that it takes the
-    sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them. ``note_floats``,
-    ``mean_blocks`` and ``tile_n`` are those of its config.
+    sides of a window, ``leaves_parts`` that it leaves partial results (``few_fp8``), ``widens`` that it takes Q and K
+    as ``widened`` makes them. ``note_floats``, ``mean_blocks`` and ``tile_n`` are those of its config.
     """
 
     kernel: Kernel
@@ -133,6 +135,7 @@ class Fp8HopperLauncher(Launcher):
     block_k: int
     transposes: bool
     has_window: bool = False
+    leaves_parts: bool = False
     widens: bool = False
     note_floats: int = 0
     mean_blocks: int = 0
@@ -219,6 +222,7 @@ class Fp8HopperLauncher(Launcher):
             self.block_k,
             softmax_scale,
             *((*kernel_sides(*window), *NO_PLAN) if self.has_window else ()),
+            *((*NO_SIDES, *NO_PLAN) if self.leaves_parts else ()),
             *of_runs,
             self.num_ctas,
         )
@@ -484,7 +488,7 @@ def find(
     index = index_of(device)
     return Fp8HopperLauncher(
         device_index=index,
-        num_ctas=count_ctas(index, sm_margin),
+        num_ctas=count_ctas(index, sm_margin) * config.ctas_per_sm,
         kernel=compile_cache.get_forward(config),
         result=ResultSpec(problem.out_dtype, problem.head_dim_v),
         repairs=repairs,
@@ -492,6 +496,7 @@ def find(
         block_k=problem.block_k or ALL_ROWS,
         transposes=config.v_rows,
         has_window=config.window,
+        leaves_parts=config.split,
         widens=config.wide_codes,
         note_floats=config.note_floats,
         mean_blocks=config.mean_blocks,

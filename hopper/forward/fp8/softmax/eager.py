@@ -28,14 +28,14 @@ class EagerSoftmax(ExactSoftmax):
 
     @cute.jit
     def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
-        super().enter_tile(rows, head, seqlens)
+        ExactSoftmax.enter_tile(self, rows, head, seqlens)
         self.shift.fill(
             0.0
         )  # ``enter_block`` reads it, though the first block of a tile does not use what comes of it
 
     @cute.jit
     def enter_block(self, slot: Int32):
-        super().enter_block(slot)
+        ExactSoftmax.enter_block(self, slot)
         lowest = cute.arch.fmin(self.shift[0], self.shift[1])
         self.has_negative[0] = Int32(cute.arch.vote_any_sync(not lowest >= Float32(0.0)))
 

@@ -48,6 +48,10 @@ class ExactSoftmax(OnlineSoftmax):
 
     @cute.jit
     def enter_block(self, slot: Int32):
+        self._find_scales(slot)
+
+    @cute.jit
+    def _find_scales(self, slot: Int32):
         scale_k, unit = self._read_slot(slot)
         self._take_scale(scale_k)
         self._take_unit(unit)
@@ -149,7 +153,7 @@ class ExactSoftmax(OnlineSoftmax):
     @cute.jit
     def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
         """As in ``OnlineSoftmax``; ``inverse_sum`` carries the unit of O and the factor of the output."""
-        factor = self.o_scale[batch, head_kv, 0] * self.unit[0]
+        factor = self._factor(head_kv, batch)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
             # A negative scale of Q has turned maxima into minima.
@@ -158,3 +162,7 @@ class ExactSoftmax(OnlineSoftmax):
             inverse_sum[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total) * factor
             log2_sum = self.shift[r] + cute.math.log2(total, fastmath=True) - Float32(P_EXPONENT)
             lse[r] = -Float32.inf if is_empty else log2_sum * Float32(LN_2)
+
+    def _factor(self, head_kv: Int32, batch: Int32) -> Float32:
+        """Of the output, before it is divided by the sums of its rows."""
+        return self.o_scale[batch, head_kv, 0] * self.unit[0]

@@ -1,0 +1,113 @@
+"""Runs FP8 attention of few queries: tiles with the query heads of a K/V head as rows, whose keys may be in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cute_kernels.combine.config import select_combine_config
+from hopper.compile import HOPPER_ARCH
+from hopper_attention import compile_cache, device_memory, few_queries
+from hopper_attention._kernels import Kernel
+from hopper_attention.backends import target_of, why_not_hopper
+from hopper_attention.checks import TensorSpec
+from hopper_attention.few_queries import FewQueries
+from hopper_attention.fp8_rules import check_size, few_queries_problem
+from hopper_attention.launch.base import Launcher, no_vectors
+from hopper_attention.launch.few_queries import NO_DESCALES, Descales, FewQueriesLaunch
+from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find, find_config
+from hopper_attention.launch.split_forward import SplitSizes
+from hopper_attention.layout import make_addressable
+from hopper_attention.masks import FULL_SIDES, MaskSpec
+from hopper_attention.scores import PLAIN
+
+
+@dataclass(frozen=True)
+class FewFp8Launcher(Launcher):
+    """``attention`` of dense e4m3 tensors with a descale for each K/V head, without a window. ``group`` heads are in a
+    tile, which has one scale then; ``combine`` is empty, or what adds ``splits`` parts up."""
+
+    attention: Fp8HopperLauncher
+    group: int
+    splits: int
+    combine: tuple[Kernel, ...]
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        wants_lse: bool,
+        descales: Descales = NO_DESCALES,
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse; an lse that is not wanted has no elements."""
+        if self.device_index != torch.cuda.current_device():
+            return self.call_there(q, k, v, softmax_scale, wants_lse, descales)
+        q, k, v = make_addressable(q), make_addressable(k), make_addressable(v)
+        (batch, _, heads, _), kv_heads, device = q.shape, k.shape[2], q.device
+        ones = device_memory.unit_scales(batch, kv_heads, device)
+        of_q, of_k, of_v = (ones if x is None else x.unsqueeze(2) for x in descales)
+        if heads // self.group != kv_heads:
+            of_q = of_q.repeat_interleave(heads // kv_heads, 1)
+        result = self.attention.result
+        out = result.empty_out(q)
+        lse = result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
+        scales, no_mean = (of_q, of_k, of_v, ones), no_vectors(batch, kv_heads, device)
+        given = scales, no_mean, ALL_ROWS, softmax_scale, FULL_SIDES
+        if not self.combine:
+            self.attention.queue((q, k, v, out, lse), *given)
+        for combine in self.combine:
+            sizes = self.sizes(q)
+            parts, part_lse, no_lse = device_memory.stream_memory(self.device_index, sizes.parts).tensors
+            self.attention.queue((q, k, v, parts, part_lse), *given)
+            combine(parts, part_lse, out, lse.as_strided(*sizes.lse[:2]) if wants_lse else no_lse)
+        return out, lse
+
+    def sizes(self, q: Tensor) -> SplitSizes:
+        """Of its parts."""
+        batch, seqlen_q, heads, _ = q.shape
+        return SplitSizes(self.splits, batch, seqlen_q, heads, self.attention.result.head_dim_v)
+
+
+def find_with_descales(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, backend: str | None, sm_margin: int, in_e4m3: bool
+) -> FewQueriesLaunch | FewFp8Launcher | None:
+    """What serves checked tensors of e4m3 with a descale for each head, if their queries are few; ``in_e4m3`` is that
+    of ``few_queries.find_few``.
+
+    Raises:
+        ValueError: ``sm_margin`` leaves no multiprocessor.
+    """
+    if backend not in (None, "hopper") or not few_queries.may_serve(q.shape, k.shape):
+        return None
+    if why_not_hopper(target_of(q.device)):
+        return None
+    specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
+    few = few_queries.find_few(*specs, mask, PLAIN, sm_margin, in_e4m3)
+    if few.call is not None:
+        return FewQueriesLaunch(few.call)
+    return None if few == few_queries.NOT_FEW else find_few_fp8(few, q, k, v, mask.causal, sm_margin)
+
+
+def find_few_fp8(
+    few: FewQueries, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_margin: int
+) -> FewFp8Launcher:
+    """The launcher of a call that is served as ``few`` says, whose kernels are compiled or loaded.
+
+    Raises:
+        ValueError: ``sm_margin`` leaves no multiprocessor.
+        NotImplementedError: there are more tiles than the kernel can count.
+    """
+    of_tensors = TensorSpec.of(q), TensorSpec.of(v)
+    problem = few_queries_problem(*of_tensors, causal, few.group, few.tile_rows, few.splits > 1)
+    config = find_config(problem)
+    check_size(config, q.shape, k.shape)
+    attention = find(problem, q.device, sm_margin, ())
+    combine: tuple[Kernel, ...] = ()
+    if few.splits > 1:
+        output = config.out_dtype
+        combine = (compile_cache.get_serving(select_combine_config(output, few.splits, HOPPER_ARCH)),)
+    return FewFp8Launcher(attention.device_index, attention, few.group, few.splits, combine)
