@@ -109,8 +109,8 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     each 32 and padded with zeros to a multiple of 32; with ``v_rows`` it is V as it is, (b, sk, hk, dv). Strides and
     head_dims are multiples of 16.
     The scales and mean_v are those of ``BlockScales``: block_q any number of rows, block_k a multiple of tile_n or
-    at least the sequence; mean_v 16-byte aligned, its strides multiples of 4 elements. The rest is as for
-    ``compile_forward``.
+    at least the sequence, which it is to be where the config ``has_lone_scales``; mean_v 16-byte aligned, its strides
+    multiples of 4 elements. The rest is as for ``compile_forward``.
 
     With ``run_blocks`` differences, int32 (b, steps, hk, 8 dv), changes int32 (b, hk, 4), contiguous, and notes float32
     (num_ctas, runs, note_floats of the config) stand before num_ctas, all of them 16-byte aligned; or no steps,

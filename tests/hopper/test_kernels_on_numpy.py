@@ -332,11 +332,14 @@ def test_fp8_forward_with_scales_of_v_that_lie_far_apart(scales: tuple[float, ..
 
 
 def test_fp8_forward_transposes_v() -> None:
-    """In its producer, to the bits of a V that comes transposed. Other head_dims are with windows and two levels."""
+    """In its producer, to the bits of a V that comes transposed, whose scale is published for each block. Other
+    head_dims are with windows and two levels."""
     q, k, v = draw(torch.bfloat16, (130, 300), (2, 1), 64)
-    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(block_q=64, block_k=128, smooth_v=False))
-    with_rows = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128, v_rows=True)
-    without = select_fp8_forward_config(64, 64, True, "bfloat16", 300, 128)
+    parts = quantize_qkv(q, k, v, quantization=Fp8Quantization(granularity="head", smooth_v=False))
+    assert parts.k.scale.shape == parts.v.scale.shape == (1, 1, 1) and parts.k.scale.item() != 1.0
+    with_rows = select_fp8_forward_config(64, 64, True, "bfloat16", 300, v_rows=True)
+    without = select_fp8_forward_config(64, 64, True, "bfloat16", 300)
+    assert with_rows.has_lone_scales and not without.has_lone_scales
     assert with_rows.v_rows and not without.v_rows and with_rows.first_widths == without.first_widths
     assert replace(without, v_rows=True, stages=with_rows.stages, registers=with_rows.registers) == with_rows
     out, lse = fp8_forward_on_numpy(with_rows, parts, 0.125, LATE)
