@@ -5,8 +5,9 @@
 Each checkout runs in a process of its own, and both hold the same cell at a time. In each round either process times a
 burst of calls in turn, so that clocks and temperature are the same for both. A cell's figure is the ratio of the median
 times, old over new: above 1 the new checkout is faster. Kernels only: the forward, the FP8 forward on parts quantized
-before, and the backward of the public functions, on the paper's 36 shapes, inputs N(0, 1) or of another family; FP8
-end to end; and the quantizer, which knows no mask.
+before and on e4m3 tensors with a descale for each head, with and without an LSE, and the backward of the public
+functions, on the paper's 36 shapes, inputs N(0, 1) or of another family; FP8 end to end; and the quantizer, which knows
+no mask.
 """
 
 from __future__ import annotations
@@ -21,13 +22,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.trees_worker import BACKWARD, BURST_S, FORWARD, FP8, FP8_END_TO_END, QUANTIZE
+from benchmarks.trees_worker import (
+    BACKWARD,
+    BURST_S,
+    DROP_IN,
+    DROP_IN_LSE,
+    FORWARD,
+    FP8,
+    FP8_END_TO_END,
+    QUANTIZE,
+)
 from hopper_attention.experiments.bench.machine import Gauge, NoGauge, describe_machine, find_gauge, today
 from hopper_attention.experiments.families.draws import FAMILIES
 from hopper_attention.experiments.reports import write_text
 
 HEAD_DIMS, SEQLENS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16_384)
-KINDS = (FORWARD, FP8, FP8_END_TO_END, QUANTIZE, BACKWARD)
+KINDS = (FORWARD, FP8, DROP_IN, DROP_IN_LSE, FP8_END_TO_END, QUANTIZE, BACKWARD)
 WORKER = Path(__file__).with_name("trees_worker.py")
 
 

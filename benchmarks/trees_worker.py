@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from hopper_attention import flash_attn_fp8_func, flash_attn_func, flash_attn_quantized_func, quantize_qkv
+from hopper_attention.experiments.bench.fp8_peers import scaled_by_head
+from hopper_attention.experiments.bench.peers import Inputs
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.families.draws import FAMILIES
 
 TOKENS, WIDTH = 16_384, 2_048
 BURST_S = 0.005
 FORWARD, FP8, FP8_END_TO_END, BACKWARD = "forward", "fp8", "fp8 end to end", "backward"
-QUANTIZE = "quantize"
+QUANTIZE, DROP_IN, DROP_IN_LSE = "quantize", "drop-in", "drop-in with a fast LSE"
 
 
 def problem_of(cell: dict[str, Any]) -> Problem:
@@ -38,6 +40,11 @@ def make_call(cell: dict[str, Any]) -> Callable[[], Any]:
     inputs = family.draw(problem, generator)
     q, k, v = (x.to(dtype) for x in (cell["queries"] * inputs.q, inputs.k, inputs.v))
     dout = torch.randn(q.shape, device="cuda", dtype=dtype, generator=generator)
+    if kind in (DROP_IN, DROP_IN_LSE):
+        codes, options = scaled_by_head(Inputs(q, k, v), problem)
+        if kind == DROP_IN_LSE:
+            options = options | {"return_attn_probs": True, "exact_lse": False}
+        return lambda: flash_attn_func(codes.q, codes.k, codes.v, causal=causal, **options)
     if kind == FORWARD:
         return lambda: flash_attn_func(q, k, v, causal=causal)
     if kind == FP8:

@@ -2,6 +2,7 @@
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.arguments import (
     captured_arguments,
@@ -109,7 +110,7 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     each 32 and padded with zeros to a multiple of 32; with ``v_rows`` it is V as it is, (b, sk, hk, dv). Strides and
     head_dims are multiples of 16.
     The scales and mean_v are those of ``BlockScales``: block_q any number of rows, block_k a multiple of tile_n or
-    at least the sequence, which it is to be where the config ``has_lone_scales``; mean_v 16-byte aligned, its strides
+    at least the sequence, which it is to be where the config has ``lone_scales``; mean_v 16-byte aligned, its strides
     multiples of 4 elements. The rest is as for ``compile_forward``.
 
     With ``run_blocks`` differences, int32 (b, steps, hk, 8 dv), changes int32 (b, hk, 4), contiguous, and notes float32
@@ -162,7 +163,7 @@ def _dense_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
         strided(e4m3, v_shape, 16),
         *(_results_in_parts() if config.split else whole),
         words(2),
-        *_scales(b, groups if config.group > 1 else h, hk),
+        *(_lone_scales(hk) if config.lone_scales else _scales(b, groups if config.group > 1 else h, hk)),
         *_scales_of_outputs(b, hk),
     )
 
@@ -181,7 +182,7 @@ def _packed_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
         strided(out, (total_q, h, dv), 8),
         strided(Float32, (h, cute.sym_int()), 1),
         words(2),
-        *_scales(cute.sym_int(), h, hk),
+        *(_lone_scales(hk) if config.lone_scales else _scales(cute.sym_int(), h, hk)),
         *_scales_of_outputs(cute.sym_int(), hk),
     )
 
@@ -189,6 +190,14 @@ def _packed_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
 def _scales(batch, heads, kv_heads) -> tuple:
     """Of q, k and v."""
     return tuple(strided(Float32, (batch, h, cute.sym_int()), 1) for h in (heads, kv_heads, kv_heads))
+
+
+def _lone_scales(kv_heads) -> tuple:
+    """The same where all rows of a head share a scale."""
+    batch = cute.sym_int()
+    strides = tuple(cute.sym_int(64) for _ in range(3))
+    of_q = make_fake_tensor(Float32, (batch, kv_heads, cute.sym_int()), strides, assumed_align=4)
+    return of_q, *(strided(Float32, (batch, kv_heads, cute.sym_int()), 1) for _ in range(2))
 
 
 def _scales_of_outputs(batch, kv_heads) -> tuple:

@@ -21,9 +21,10 @@ from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher
 from hopper_attention.layout import TMA_BYTES, make_addressable
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import MaskSpec, Sides
-from hopper_attention.plain_calls import is_plain_call, needs_gradient
+from hopper_attention.plain_calls import is_plain_call
 from hopper_attention.quantized import E4M3, padded_keys
 from hopper_attention.quantizers import from_descales
+from hopper_attention.value_parts import needs_parts
 
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of q, k and v."""
@@ -53,7 +54,7 @@ class DescaledCall:
     default_scale: float
 
     def __call__(self, tensors: tuple[Tensor, ...], scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
-        """out and lse; an lse that is not wanted has no elements. ``tensors`` are as ``_distinct`` gives them."""
+        """out and lse; an lse that is not wanted has no elements. ``tensors`` are as ``distinct`` gives them."""
         make, index = device_memory.empty_on_gpu, self.device_index
         out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
         counter = device_memory.tile_counter(index)
@@ -97,7 +98,7 @@ def attend(
     None. None in a CUDA graph too, which would outlive constants that are kept with a call."""
     if not may_be_like():
         return None
-    tensors, places = _distinct(q, k, v, descales)
+    tensors, places = distinct(q, k, v, descales)
     group = places, flags
     call = remembered.find_latest(group, *tensors)
     if call is None:
@@ -118,8 +119,9 @@ def remember(q: Tensor, k: Tensor, v: Tensor, descales: Descales, flags: Flags) 
     """Keep a call that was made, of e4m3 tensors, if the kernels take these as they are."""
     if not is_plain_call(q, k, v) or not q.is_cuda or device_memory.is_capturing(q.device):
         return
-    tensors, places = _distinct(q, k, v, descales)
-    if needs_gradient(*tensors) or any(type(x) is not Tensor for x in tensors):
+    tensors, places = distinct(q, k, v, descales)
+    # One that requires a gradient gets none without gradients, and may be asked for one in a call that is like this.
+    if any(type(x) is not Tensor or x.requires_grad for x in tensors):
         return
     key = q.shape, k.shape, places, flags
     if not remembered.comes_again(key):
@@ -138,12 +140,12 @@ def remember(q: Tensor, k: Tensor, v: Tensor, descales: Descales, flags: Flags) 
         few_call = FewDescaledCall(index_of(q.device), launch, places, few.call.softmax_scale)
         remembered.keep(key, few_call, *tensors)
         return
-    launcher = _find_launcher(q, k, v, descales, flags)
+    launcher = None if needs_parts(v.shape[3]) else _find_launcher(q, k, v, descales, flags)
     if launcher is not None:
         remembered.keep(key, _call_of(launcher, tensors, places, sides, wants_lse), *tensors)
 
 
-def _distinct(q: Any, k: Any, v: Any, descales: Descales) -> tuple[tuple[Any, ...], Places]:
+def distinct(q: Any, k: Any, v: Any, descales: Descales) -> tuple[tuple[Any, ...], Places]:
     """The tensors of a call, each descale once, and the places of descales among them."""
     of_q, of_k, of_v = descales
     tensors, at_q, at_k, at_v = [q, k, v], None, None, None
@@ -198,11 +200,14 @@ def _call_of(
     for each in few:
         filled, behind, of_parts = _parts_of(each, q, wants_lse, first + len(pieces))
         pieces = *pieces, *of_parts
-    of_q, of_k, of_v = (_scale_at(place, tensors, kv_heads) for place in places)
-    shared, scaled_heads = None, heads // (few[0].group if few else 1)
-    if places[0] is None:
-        of_q = _ones(batch, scaled_heads, device)
-    elif scaled_heads != kv_heads:
+    of_q, of_k, of_v = (scale_at(place, tensors, (batch, kv_heads, 1)) for place in places)
+    shared = None
+    if launcher.lone_scales:
+        in_tile = few[0].group if few else 1
+        of_q = scale_at(places[0], tensors, (batch, kv_heads, heads // (kv_heads * in_tile)))
+    elif places[0] is None:
+        of_q = _ones(batch, heads, device)
+    elif heads != kv_heads:
         shared, of_q = places[0], Part(first + len(pieces), 0, Piece((batch, heads, 1)).facts)
         pieces = *pieces, Piece((batch, kv_heads, heads // kv_heads))
     no_mean, no_lse = (kept_argument(no_vectors(batch, n, device)) for n in (kv_heads, heads))
@@ -257,13 +262,18 @@ def _vectors_at(number: int, x: Tensor, dtype: torch.dtype) -> Part:
     return Part(number, 0, Piece((x.numel() // VECTOR, VECTOR), dtype).facts)
 
 
-def _scale_at(place: int | None, tensors: tuple[Tensor, ...], kv_heads: int) -> Any:
-    """The descale of that place, as a kernel takes a scale for all rows; ones where there is none."""
+def scale_at(
+    place: int | None, tensors: tuple[Tensor, ...], shape: tuple[int, int, int], first: int = FIRST_DESCALE
+) -> Any:
+    """The descale of that place, as a kernel takes a scale for all rows: of this shape, (batch, kv_heads, heads of
+    each), which share it. Ones where there is none. ``first`` is the script's first argument that is a descale."""
+    batch, kv_heads, heads = shape
     if place is None:
-        return _ones(tensors[Q].shape[0], kv_heads, tensors[Q].device)
+        ones = device_memory.unit_scales(batch, kv_heads, tensors[Q].device)
+        return kept_argument(ones if heads == 1 else ones.expand(shape))
     descale = tensors[place]
-    facts = (*descale.shape, 1), (*descale.stride(), 1), descale.dtype
-    return Part(FIRST_DESCALE + place - len((Q, K, V)), 0, facts)
+    facts = shape, (*descale.stride(), 1 if heads == 1 else 0), descale.dtype
+    return Part(first + place - len((Q, K, V)), 0, facts)
 
 
 def _ones(batch: int, heads: int, device: torch.device) -> Any:

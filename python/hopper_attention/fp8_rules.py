@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,10 @@ from hopper.forward.fp8.tilings import (
     select_fp8_few_queries_config,
     select_fp8_forward_config,
     transposes_v,
+    with_lone_scales,
     with_runs,
 )
+from hopper.forward.tilings import ANY_LENGTH
 from hopper_attention import checks
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
@@ -53,6 +56,10 @@ NO_FP8_IN_TORCH = (
 NO_DETOUR = "16-bit inputs do not need the detour"
 
 
+REMEMBERED_LENGTHS = 4096
+"""Bounds of lengths whose classes are kept."""
+
+
 class Fp8Problem(NamedTuple):
     """Sizes, blocks and options of a problem with e4m3 inputs.
 
@@ -85,12 +92,11 @@ class Fp8Problem(NamedTuple):
         (batch, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = self.q_shape, self.k_shape
         head_dim_v = self.v_shape[3]
         group = heads // max(kv_heads, 1)
-        queries, rows = seqlen_q * group, seqlen_q
-        if self.causal:
-            queries -= queries * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1)
-            rows -= rows * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1)
-        transposes = self.v_rows and self.block_k == ONE_BLOCK and not self.exact_lse
+        queries = queries_that_count(seqlen_q * group, seqlen_q, seqlen_k, self.causal)
+        rows = queries_that_count(seqlen_q, seqlen_q, seqlen_k, self.causal)
+        lone_scales = self.v_rows and self.block_q == self.block_k == ONE_BLOCK
         half = self.without_lse and not self.two_level and self.window == FULL_SIDES
+        transposes = lone_scales and not self.exact_lse
         transposes = transposes and transposes_v(head_dim, head_dim_v, self.causal, queries, half, group)
         return Fp8AttentionProblem(
             FP8_DTYPE,
@@ -105,6 +111,7 @@ class Fp8Problem(NamedTuple):
             block_k=self.block_k,
             block_v=self.block_v,
             v_rows=self.v_rows,
+            lone_scales=lone_scales,
             transposes=transposes,
             two_level=self.two_level,
             half_scores=self.half_scores,
@@ -112,6 +119,52 @@ class Fp8Problem(NamedTuple):
             without_lse=self.without_lse,
             few_tiles=self.without_lse and are_few_tiles(batch * heads, rows, self.causal),
         )
+
+
+def queries_that_count(queries: int, seqlen_q: int, seqlen_k: int, causal: bool) -> int:
+    """``queries``, of which one that sees half of the keys under a causal mask counts half."""
+    return queries - queries * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1) if causal else queries
+
+
+@lru_cache(maxsize=REMEMBERED_LENGTHS)
+def classes_of_lengths(longest_q: int, longest_k: int) -> tuple[int, int]:
+    """The largest bounds of lengths of packed sequences that are served as these: powers of two of queries."""
+    return 1 << max(longest_q - 1, 0).bit_length(), longest_alike(min(longest_k, ANY_LENGTH))
+
+
+def packed_problem(
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    mask: MaskSpec,
+    lengths: tuple[int, int],
+    exact_lse: bool,
+    without_lse: bool,
+) -> Fp8AttentionProblem:
+    """That of packed e4m3 tensors with descales, q (total_q, heads, head_dim) and v (total_k, kv_heads, head_dim_v).
+    ``lengths`` are bounds of those in Q and in K, of which their ``classes_of_lengths`` count."""
+    (total_q, heads, head_dim), (_, kv_heads, head_dim_v) = q_shape, v_shape
+    head_dims, group = (head_dim, head_dim_v), heads // max(kv_heads, 1)
+    longest_q, longest_k = classes_of_lengths(*lengths)
+    queries = queries_that_count(longest_q * group, longest_q, longest_k, mask.causal)
+    half = without_lse and not mask.has_window
+    rows = queries_that_count(total_q, longest_q, longest_k, mask.causal)
+    transposes = not exact_lse and transposes_v(*head_dims, mask.causal, queries, half, group)
+    return Fp8AttentionProblem(
+        FP8_DTYPE,
+        checks.FP8_OUT_DTYPE,
+        *head_dims,
+        mask.causal,
+        longest_k if half else ANY_LENGTH,
+        has_window=mask.has_window,
+        has_chunk=mask.attention_chunk > 0,
+        is_packed=True,
+        v_rows=True,
+        lone_scales=True,
+        transposes=transposes,
+        exact_lse=exact_lse,
+        without_lse=without_lse,
+        few_tiles=half and are_few_tiles(heads, rows, mask.causal),
+    )
 
 
 def block_of(rows: int, seqlen: int) -> int:
@@ -244,6 +297,8 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse, p.few_tiles
     dtype = DTYPE_NAMES[p.out_dtype]
     config = select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
+    if p.lone_scales and config.takes_lone_scales:
+        return with_lone_scales(config)
     return with_runs(config, p.longest_k)
 
 

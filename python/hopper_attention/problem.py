@@ -69,7 +69,8 @@ class Fp8AttentionProblem(AttentionProblem):
         block_k, block_v: rows of K and of V that share a scale, or ONE_BLOCK.
         v_rows: V has a row of head_dim_v elements for each key, as FP8 tensors with descales have; else it comes
             transposed.
-        transposes: V has rows, and so few queries attend to it that a kernel which transposes it on its way is faster
+        lone_scales: V has rows, and all rows of a head share a scale in Q, in K and in V, as with descales.
+        transposes: so it is, and so few queries attend to it that a kernel which transposes it on its way is faster
             than one that finds it transposed, and another that does so before.
         two_level: the FP8 kernel is to add P V of its key tiles in float32; everything else does so anyway.
         half_scores: scores fit float16, before they are scaled.
@@ -84,6 +85,7 @@ class Fp8AttentionProblem(AttentionProblem):
     block_k: int = ONE_BLOCK
     block_v: int = ONE_BLOCK
     v_rows: bool = False
+    lone_scales: bool = False
     transposes: bool = False
     two_level: bool = False
     half_scores: bool = False

@@ -9,7 +9,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from hopper_attention import autograd, checks, features, varlen_again
+from hopper_attention import autograd, checks, features, packed_descaled_again, varlen_again
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW, Result, TensorSpec
@@ -212,16 +212,7 @@ def flash_attn_varlen_func(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     again = causal, deterministic, return_attn_probs, backend, sm_margin
     is_bare = (
-        qv
-        is q_descale
-        is k_descale
-        is v_descale
-        is pack_gqa
-        is alibi_slopes
-        is sinks
-        is score_mod
-        is mask_mod
-        is None
+        qv is pack_gqa is alibi_slopes is sinks is score_mod is mask_mod is None
         and not features.is_given(num_splits, 1)
         and features.is_full(window_size)
         and not (
@@ -230,11 +221,18 @@ def flash_attn_varlen_func(
             or features.is_given(dropout_p, 0.0)
         )
     )
-    if is_bare:
+    has_descales = q_descale is not None or k_descale is not None or v_descale is not None
+    if is_bare and not has_descales:
         found = varlen_again.find_again(q, k, v, lengths, again)
         if found is not None:
             results = found((q, k, v), lengths, softmax_scale, again)
             return results if return_attn_probs else results[0]
+    descales = (q_descale, k_descale, v_descale)
+    again_8 = causal, deterministic, backend, sm_margin, return_attn_probs, exact_lse
+    if is_bare and (has_descales or getattr(q, "dtype", None) == FP8_DTYPE):
+        found_8 = packed_descaled_again.attend(q, k, v, descales, lengths, softmax_scale, again_8)
+        if found_8 is not None:
+            return found_8 if return_attn_probs else found_8[0]
     lengths = check_kinds(lengths)
     features.check_hints(num_splits, pack_gqa)
     scores = NO_SCORES
@@ -253,13 +251,12 @@ def flash_attn_varlen_func(
     deterministic = checks.check_flag("deterministic", deterministic)
     return_attn_probs = checks.check_flag("return_attn_probs", return_attn_probs)
     exact_lse = checks.check_exact_lse(exact_lse, return_attn_probs)
-    descales = (q_descale, k_descale, v_descale)
     options = (mask, scores, backend, sm_margin, deterministic)
     if qv is not None:
         results = _attend_with_qv(q, k, v, qv, lengths, softmax_scale, descales, options)
         return results if return_attn_probs else results[0]
     if (
-        not any(x is not None for x in descales)
+        not has_descales
         and wants_only_a_launch(q, k, v)
         and q.is_cuda
         and (scores is NO_SCORES or are_plain_constants(*scores.tensors))
@@ -269,9 +266,13 @@ def flash_attn_varlen_func(
         if is_bare:
             varlen_again.remember((q, k, v), lengths, again, records_gradient=False)
     else:
-        results = _call_operator(q, k, v, lengths, softmax_scale, descales, options, exact_lse)
-        if is_bare and is_plain_16_bit_call(q, k, v) and q.is_cuda:
+        of_fp8 = exact_lse, return_attn_probs
+        results = _call_operator(q, k, v, lengths, softmax_scale, descales, options, of_fp8)
+        if is_bare and q.is_cuda and is_plain_16_bit_call(q, k, v):
             varlen_again.remember((q, k, v), lengths, again, records_gradient=True)
+        elif is_bare and q.dtype == FP8_DTYPE:
+            flags_8 = causal, backend, sm_margin, return_attn_probs, exact_lse
+            packed_descaled_again.remember((q, k, v), descales, lengths, again_8, flags_8)
     return results if return_attn_probs else results[0]
 
 
@@ -318,12 +319,12 @@ def _call_operator(
     softmax_scale: float | None,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: tuple[MaskSpec, Scores, str | None, int, bool],
-    exact_lse: bool,
+    of_fp8: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor]:
     """Through torch's dispatcher.
 
-    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic; ``exact_lse`` counts for
-    e4m3 tensors alone.
+    ``options`` are the mask, what is done to scores, backend, sm_margin and deterministic; ``of_fp8``, whether the LSE
+    is to be exact and whether it is wanted, count for e4m3 tensors alone.
     """
     mask, scores, backend, sm_margin, deterministic = options
     flags = backend, sm_margin, deterministic
@@ -336,7 +337,8 @@ def _call_operator(
         check_packed_scores(scores, q, lengths)
     if q.dtype == FP8_DTYPE:
         features.check_fp8_scores(q.dtype, scores)
-        options_8 = mask.causal, *flags[:2], exact_lse, *mask.sides, *scores.changes
+        exact_lse, wants_lse = of_fp8
+        options_8 = mask.causal, *flags[:2], exact_lse, *mask.sides, *scores.changes, wants_lse
         return autograd.forward_varlen_fp8(q, k, v, *descales, *lengths, scale, *options_8)
     if scores.captured:
         call = VarlenCall(scale, mask, scores, *flags, lengths)

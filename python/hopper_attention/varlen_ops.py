@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention.checks import FP8_OUT_DTYPE
+from hopper_attention.launch.base import without_rows
 from hopper_attention.launch.dequantized import attend_packed_dequantized
 from hopper_attention.launch.few_packed_queries import find_packed_with_descales
 from hopper_attention.launch.packed_fp8 import attend_packed
@@ -111,11 +112,12 @@ def forward_varlen_fp8(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16 (total_q, h, dv), lse float32.
 
-    ``exact_lse`` is that of an ``Fp8AttentionProblem``. From ``softcap`` on the arguments are those of ``Scores``,
-    with which 16 bits compute.
+    ``exact_lse`` is that of an ``Fp8AttentionProblem``. From ``softcap`` to ``sinks`` the arguments are those of
+    ``Scores``, with which 16 bits compute. Without ``wants_lse`` the lse is (h, 0), and the kernel may have another.
     """
     mask = MaskSpec(causal, window_left, window_right, attention_chunk)
     window = mask.sides
@@ -124,18 +126,22 @@ def forward_varlen_fp8(
     scores = Scores.of(softcap, alibi_slopes, sinks)
     if scores is not NO_SCORES:
         whole = from_packed_descales(q, k, v, descales, lengths, FP8_OUT_DTYPE)
-        return attend_packed_dequantized(whole, softmax_scale, causal, backend, sm_margin, window, scores)
+        options_16 = softmax_scale, causal, backend, sm_margin, window, scores
+        out, lse = attend_packed_dequantized(whole, *options_16)
+        return out, lse if wants_lse else without_rows(lse)
 
     few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin)
     if few is not None:
-        return few(q, k, v, *lengths, softmax_scale, *window, wants_lse=True, descales=descales)
+        out, lse = few(q, k, v, *lengths, softmax_scale, *window, wants_lse=wants_lse, descales=descales)
+        return out, lse if wants_lse else q.new_empty((q.shape[1], 0), dtype=torch.float32)
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_packed_descales(q, k, values, descales, lengths, FP8_OUT_DTYPE)
-        options = softmax_scale, causal, backend, False, True, sm_margin, window, exact_lse
+        options = softmax_scale, causal, backend, False, wants_lse, sm_margin, window, exact_lse
         return attend_packed(parts, *options)
 
-    return attend_in_parts(v, attend_to) if needs_parts(v.shape[2]) else attend_to(v)
+    out, lse = attend_in_parts(v, attend_to) if needs_parts(v.shape[2]) else attend_to(v)
+    return out, lse if wants_lse else without_rows(lse)
 
 
 @forward_varlen_fp8.register_fake
@@ -163,10 +169,11 @@ def _(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    wants_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
     total_q, heads, _ = q.shape
     out = q.new_empty((total_q, heads, v.shape[2]), dtype=FP8_OUT_DTYPE)
-    return out, q.new_empty((heads, total_q), dtype=torch.float32)
+    return out, q.new_empty((heads, total_q if wants_lse else 0), dtype=torch.float32)
 
 
 @torch.library.custom_op("hopper_attention::backward_varlen", mutates_args=())

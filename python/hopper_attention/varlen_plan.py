@@ -12,7 +12,7 @@ from cute_kernels.plan.config import check_packed_size
 from hopper.decode.config import DecodeConfig
 from hopper_attention import backward_rules, checks, features, few_queries, forward_rules, fp8_rules
 from hopper_attention.api import Window
-from hopper_attention.backends import KERNELS, Choice, Target, target_of
+from hopper_attention.backends import KERNELS, Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.decode_rules import serving_config
 from hopper_attention.dispatch import (
@@ -39,7 +39,7 @@ from hopper_attention.functions import MaskMod, ScoreMod
 from hopper_attention.launch.varlen import is_empty
 from hopper_attention.lengths import Lengths, check_kinds, check_packed, specs_of
 from hopper_attention.packed_fp8_plan import packed_config_of
-from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, GradientProblem, PackedKeys
+from hopper_attention.problem import AttentionProblem, GradientProblem, PackedKeys
 from hopper_attention.scores import NO_SCORES, check_scores
 from hopper_attention.torch_rules import TorchConfig
 
@@ -126,7 +126,10 @@ def explain_varlen(
     problem = forward_rules.packed_problem_of(specs["q"], specs["v"], *masked, scores.kind)
     problem = replace(problem, has_qv=qv is not None)
     if is_fp8 and not in_16_bits:
-        choice, config = _plan_fp8(problem, exact_lse, target, backend)
+        shapes, options = (specs["q"].shape, specs["v"].shape), (exact_lse, not return_attn_probs)
+        kind = fp8_rules.packed_problem(*shapes, mask, lengths[4:], *options)
+        choice = fp8_rules.choose_for(kind, target, backend)
+        config = packed_config_of(kind, choice, target)
     else:
         has_work = not is_empty(q, k, lengths)
         choice = choose_in_16_bits(problem, in_16_bits, target, backend, has_work)
@@ -165,28 +168,6 @@ def explain_varlen(
             notes += (_note_on_gradients(asked, target, backend),)
     copies = (DEQUANTIZED,) if in_16_bits else describe_copies(served_by, specs, tensors)
     return Plan(choice.backend, served_by, choice.reason, casts + copies, notes)
-
-
-def _plan_fp8(
-    problem: AttentionProblem, exact_lse: bool, target: Target, backend: str | None
-) -> tuple[Choice, forward_rules.Config]:
-    """Backend and config of e4m3 tensors with descales, whose V has rows."""
-    p = problem
-    kind = Fp8AttentionProblem(
-        p.dtype,
-        checks.FP8_OUT_DTYPE,
-        p.head_dim,
-        p.head_dim_v,
-        p.causal,
-        has_window=p.has_window,
-        has_chunk=p.has_chunk,
-        is_packed=True,
-        v_rows=True,
-        transposes=not exact_lse,
-        exact_lse=exact_lse,
-    )
-    choice = fp8_rules.choose_for(kind, target, backend)
-    return choice, packed_config_of(kind, choice, target)
 
 
 def _gradients_of(forward: AttentionProblem, deterministic: bool, keys: PackedKeys) -> GradientProblem:

@@ -341,8 +341,12 @@ def add_scales(config: Fp8ForwardConfig, arguments: Arguments, parts: QuantizedQ
     """Those of Q, which the heads of a tile share, of K, V and the output; the mean of V; rows that share one."""
     c, q, k, v = config, parts.q, parts.k, parts.v
     v_scales = v.scale, torch.ones(*v.scale.shape[:2], 1)
-    of_scales = q.scale[:, :: c.group], k.scale, *v_scales[:: -1 if v.scale.shape[2] == 1 else 1]
-    for scale in (*of_scales, mean_of(parts)):
+    of_q, free = q.scale[:, :: c.group], 2
+    if c.lone_scales:
+        of_q, free = of_q.unflatten(1, (k.scale.shape[1], -1))[..., 0], 3
+    of_others = k.scale, *v_scales[:: -1 if v.scale.shape[2] == 1 else 1], mean_of(parts)
+    arguments.tensor(of_q.clone(), tuple(of_q.shape), of_q.contiguous().stride()[:free])
+    for scale in of_others:
         arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
     (arguments.divisors if c.has_block_divisor else arguments.add)(min(q.block, ALL_ROWS))
     arguments.add(ALL_ROWS if v.scale.shape[2] == 1 else k.block)

@@ -26,6 +26,18 @@ def transposed_map(tensor: Tensor, rows: int, keys: int) -> TensorMap:
     return TensorMap(elements_of(tensor), sizes, strides, (width, rows, 1, 1, 1), SWIZZLED_ROWS[width])
 
 
+def _scales(config: Fp8ForwardConfig, parts: PackedQuantizedQKV) -> tuple[Tensor, ...]:
+    """Those of Q, K, V and the output as the kernel takes them."""
+    (q, k, v), sequences, kv_heads = (parts.q, parts.k, parts.v), parts.batch + 1, parts.k.shape[1]
+    ones = torch.ones(sequences, kv_heads, 1)
+    if config.lone_scales:
+        of_q, of_k, of_v = (x.scale.t()[:-1].contiguous() for x in (q, k, v))
+        return of_q.unflatten(1, (kv_heads, -1)), of_k[..., None], ones, of_v[..., None]
+    if v.block == ONE_PER_SEQUENCE:
+        return q.scale[None], k.scale[None], ones.view(1, kv_heads, -1), v.scale.t()[..., None].contiguous()
+    return q.scale[None], k.scale[None], v.scale[None], ones
+
+
 def packed_fp8_forward_on_numpy(
     config: Fp8ForwardConfig,
     parts: PackedQuantizedQKV,
@@ -54,13 +66,11 @@ def packed_fp8_forward_on_numpy(
     arguments.tensor(lse, (total_q, heads), (lse.stride(0),))
     counter = torch.zeros(2, dtype=torch.int32)
     arguments.tensor(counter, (), ())
-    v_scale, o_scale = v.scale[None], torch.ones(sequences, kv_heads, 1)
-    if v.block == ONE_PER_SEQUENCE:
-        v_scale, o_scale = torch.ones(1, kv_heads, sequences), v.scale.t().unsqueeze(2).contiguous()
     has_mean = parts.mean_v.numel() > 0 and not parts.quantization.rotate_v
     mean = parts.mean_v if has_mean else torch.empty(sequences, kv_heads, 0)
-    for scale in (q.scale[None], k.scale[None], v_scale, o_scale, mean):
-        arguments.tensor(scale.clone(), tuple(scale.shape), scale.contiguous().stride()[:2])
+    for i, scale in enumerate((*_scales(c, parts), mean)):
+        free = 3 if c.lone_scales and i == 0 else 2
+        arguments.tensor(scale, tuple(scale.shape), scale.stride()[:free])
     arguments.add(q.block, k.block, softmax_scale * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(sequences, heads // kv_heads, *sides)

@@ -9,7 +9,11 @@ import pytest
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import SMEM_BYTES, ForwardConfig, Registers, check_problem_size, validate_forward_config
 from hopper.forward.fp8.config import Softmax
-from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper.forward.fp8.tilings import (
+    select_fp8_few_queries_config,
+    select_fp8_forward_config,
+    with_lone_scales,
+)
 from hopper.forward.tilings import (
     NATIVE_HEAD_DIMS,
     TUNED_HEAD_DIMS,
@@ -437,6 +441,49 @@ def test_invalid_fp8_fields_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             validate_forward_config(replace(config, **change))
+
+
+@pytest.mark.parametrize("layout", [DENSE, VARLEN])
+def test_scales_of_whole_heads_are_of_any_codes_in_one_sum(layout: str):
+    of = partial(select_fp8_forward_config, 128, 128, False, "bfloat16", layout=layout)
+    served = [of(512), of(8192), of(8192, 64), of(8192, without_lse=True)]
+    if layout == DENSE:
+        kinds = [Softmax.EAGER, Softmax.LAGGING, Softmax.EXACT, Softmax.HALF_SCORES]
+        assert [config.softmax for config in served] == kinds and served[3].lowers_queries
+    for config in served:
+        lone = with_lone_scales(config)
+        validate_forward_config(lone)
+        assert not config.lone_scales and lone == replace(config, lone_scales=True) == with_lone_scales(lone)
+        assert lone.name == f"{config.name}_lone"
+    message = (
+        "lone_scales is True, allowed for two_level, wide_codes, and scores in float16 without lowers_queries: "
+        "False"
+    )
+    for config in (of(8192, two_level=True), of(8192, exact_lse=True), of(8192, half_scores=True)):
+        assert with_lone_scales(config) == config and not config.lone_scales
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            validate_forward_config(replace(config, lone_scales=True))
+
+
+def test_scales_of_whole_heads_come_with_v_in_rows():
+    for keys, options in ((512, {}), (8192, {}), (8192, {"without_lse": True}), (8192, {"window": True})):
+        rows = select_fp8_forward_config(128, 128, True, "bfloat16", keys, v_rows=True, **options)
+        assert rows.v_rows and rows.lone_scales
+        assert not select_fp8_forward_config(128, 128, True, "bfloat16", keys, **options).lone_scales
+    assert not select_fp8_forward_config(
+        128, 128, True, "bfloat16", 8192, v_rows=True, two_level=True
+    ).lone_scales
+    for split in (False, True):
+        assert select_fp8_few_queries_config(128, 128, True, "bfloat16", 4, 128, split).lone_scales
+
+
+def test_v_is_awaited_early_where_no_block_waits_for_its_scale():
+    """At head_dim 128 without a mask, with three warpgroups, which lower queries."""
+    lowered = select_fp8_forward_config(128, 128, False, "bfloat16", 8192, without_lse=True)
+    assert lowered.lowers_queries and lowered.consumers == 3 and not lowered.awaits_v_early
+    assert with_lone_scales(lowered).awaits_v_early
+    causal = select_fp8_forward_config(128, 128, True, "bfloat16", 8192, without_lse=True)
+    assert causal.lowers_queries and not with_lone_scales(causal).awaits_v_early
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hopper.forward.fp8.config import Softmax
 from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from hopper_attention.quantized import QuantizedQKV
 from hopper_attention.reference import attention_naive
 from tests.hopper.on_numpy import fp8_forward_on_numpy
@@ -102,6 +103,21 @@ def test_a_key_that_all_queries_attend_to(column: int, pairs: int, octaves: floa
     found, exact = attend(quantized(q, k, v), True, pairs)
     rows = slice(max(0, column - TILE), None)
     assert relative(found[:, rows], exact[:, rows]) < 0.008
+
+
+@pytest.mark.parametrize("lone", [False, True])
+@pytest.mark.parametrize("octaves", [20.0, 90.0])
+def test_such_a_key_among_any_codes(octaves: float, lone: bool) -> None:
+    """Where the kernel lowers queries: by scales of blocks, and by one of all keys. Else it is 1.0 to 2.0 %."""
+    q, k, v = draw(2 * TILE, 3 * TILE)
+    towards = torch.nn.functional.normalize(torch.ones(DIM), dim=0)
+    q = q + 4.0 * towards
+    k[:, 0] = towards * octaves / (4.0 * OCTAVES)
+    c = Fp8Quantization(rotate=False, granularity="head" if lone else "block", block_k=TILE, smooth_v=False)
+    parts = quantize_qkv(*(x.bfloat16() for x in (q, k, v)), quantization=c)
+    config = replace(config_of(True), lowers_queries=True, lone_scales=lone)
+    found, _ = fp8_forward_on_numpy(config, parts, SCALE, LATE)
+    assert relative(found, attention_naive(*dequantized(parts), causal=True)[0]) < 0.008
 
 
 @pytest.mark.parametrize("octaves", [26.5, 30.3, 40.1, 41.8])

@@ -12,11 +12,15 @@ from torch import Tensor
 from hopper.config import Registers, validate_forward_config
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.precision import BlockScaled
-from hopper.forward.fp8.tilings import select_fp8_forward_config
+from hopper.forward.fp8.tilings import select_fp8_forward_config, with_lone_scales
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import UNLIMITED
-from hopper_attention.packed_quantization import from_packed_descales, quantize_packed_by_torch
-from hopper_attention.packed_quantized import PackedQuantizedQKV
+from hopper_attention.packed_quantization import (
+    from_packed_descales,
+    quantize_packed_by_torch,
+    transpose_packed,
+)
+from hopper_attention.packed_quantized import PackedQuantizedQKV, PackedTransposedV
 from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.reference import attention_naive
 from tests.compile_pool import usage_of_each
@@ -188,14 +192,55 @@ def test_an_exact_lse() -> None:
     check(parts, packing, config)
 
 
-def test_tensors_with_a_descale_for_each_sequence() -> None:
-    """V comes in rows, which the producer transposes."""
-    packing = Packing.of([(70, 200), (33, 0), (90, 100)], TAIL)
-    q, k, v = (x.to(torch.float8_e4m3fn) for x in draw(packing, (2, 1)))
-    descales = tuple(torch.rand(3, 1, generator=torch.Generator().manual_seed(i)) + 0.5 for i in range(3))
-    parts = from_packed_descales(q, k, v, descales, lengths_of(packing), torch.bfloat16)
-    config = select_fp8_forward_config(64, 64, True, "bfloat16", 0, 0, v_rows=True, layout="varlen")
-    check(parts, packing, config)
+def with_descales(packing: Packing, heads: tuple[int, int], head_dim: int) -> PackedQuantizedQKV:
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in draw(packing, heads, head_dim))
+    shape = packing.sequences - 1, heads[1]
+    descales = tuple(torch.rand(shape, generator=torch.Generator().manual_seed(i)) + 0.5 for i in range(3))
+    return from_packed_descales(q, k, v, descales, lengths_of(packing), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "keys", "softmax"),
+    [
+        (64, True, 200, Softmax.EAGER),
+        (128, False, 1000, Softmax.HALF_SCORES),
+        (256, True, 100, Softmax.HALF_SCORES),
+    ],
+)
+def test_tensors_with_a_descale_for_each_sequence(
+    head_dim: int, causal: bool, keys: int, softmax: Softmax
+) -> None:
+    """V comes in rows, which the producer transposes; scales are read once a tile, as many as there are sequences."""
+    packing = Packing.of([(70, 200), (33, 0), (90, 150)], TAIL)
+    options = {"v_rows": True, "layout": "varlen", "without_lse": True}
+    config = select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", keys, 0, **options)
+    assert config.softmax is softmax and config.v_rows and config.lone_scales
+    check(with_descales(packing, (4, 2), head_dim), packing, config)
+
+
+def test_values_that_are_transposed_before() -> None:
+    """To the bits of the kernel that transposes them on its way: one scale serves all keys in either."""
+    packing = Packing.of([(70, 200), (33, 0), (90, 150)], TAIL)
+    parts = with_descales(packing, (2, 1), 128)
+    options = {"layout": "varlen", "without_lse": True}
+    of_rows = select_fp8_forward_config(128, 128, True, "bfloat16", 5000, 0, v_rows=True, **options)
+    config = with_lone_scales(select_fp8_forward_config(128, 128, True, "bfloat16", 0, 0, **options))
+    assert of_rows.tile_n == config.tile_n and config.lone_scales and not config.v_rows
+    data = transpose_packed(parts.v.data, parts.lengths)
+    v = PackedTransposedV(data, parts.v.scale, parts.v.block, parts.k.shape[0])
+    assert torch.equal(check(replace(parts, v=v), packing, config), check(parts, packing, of_rows))
+
+
+def test_a_negative_descale() -> None:
+    """Makes NaN of its sequence, the last one, and of no row behind."""
+    packing = Packing.of([(20, 30), (33, 40)], TAIL)
+    parts = with_descales(packing, (1, 1), 64)
+    scale = parts.q.scale.clone()
+    scale[:, 1] = -1.0
+    parts = replace(parts, q=replace(parts.q, scale=scale))
+    config = select_fp8_forward_config(64, 64, False, "bfloat16", 0, 0, v_rows=True, layout="varlen")
+    out, _ = packed_fp8_forward_on_numpy(config, parts, packing.plan(config.tile_m), 0.125, 1, LATE)
+    assert bool(out[:20].isfinite().all()) and bool(out[20:53].isnan().all()) and not out[53:].any()
 
 
 COMPILED = [
@@ -203,7 +248,25 @@ COMPILED = [
     for head_dim in (128, 256)
     for options in ({}, {"exact_lse": True}, {"exact_lse": True, "window": True, "chunk": True})
 ]
-"""Whose warp that finds tiles has least registers for it."""
+
+
+def of_descales(head_dim: int, causal: bool, keys: int, **options: bool) -> Fp8ForwardConfig:
+    options |= {"without_lse": True}
+    return with_lone_scales(
+        select_fp8_forward_config(head_dim, head_dim, causal, "bfloat16", keys, layout="varlen", **options)
+    )
+
+
+COMPILED += [
+    of_descales(head_dim, causal, keys, v_rows=v_rows, few_tiles=few_tiles)
+    for head_dim in (64, 128, 256)
+    for causal in (False, True)
+    for keys in (256, 1000, 5000)
+    for v_rows in (False, True)
+    for few_tiles in (False, True)
+]
+"""Whose warp that finds tiles has least registers for it, and those that serve packed tensors with descales."""
+COMPILED = list(dict.fromkeys(COMPILED))
 
 
 def test_kernels_compile_without_spills() -> None:

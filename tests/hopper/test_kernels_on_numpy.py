@@ -339,9 +339,10 @@ def test_fp8_forward_transposes_v() -> None:
     assert parts.k.scale.shape == parts.v.scale.shape == (1, 1, 1) and parts.k.scale.item() != 1.0
     with_rows = select_fp8_forward_config(64, 64, True, "bfloat16", 300, v_rows=True)
     without = select_fp8_forward_config(64, 64, True, "bfloat16", 300)
-    assert with_rows.has_lone_scales and not without.has_lone_scales
+    assert with_rows.lone_scales and not without.lone_scales
     assert with_rows.v_rows and not without.v_rows and with_rows.first_widths == without.first_widths
-    assert replace(without, v_rows=True, stages=with_rows.stages, registers=with_rows.registers) == with_rows
+    fields = {"stages": with_rows.stages, "registers": with_rows.registers, "lone_scales": True}
+    assert replace(without, v_rows=True, **fields) == with_rows
     out, lse = fp8_forward_on_numpy(with_rows, parts, 0.125, LATE)
     expected, expected_lse = fp8_forward_on_numpy(without, parts, 0.125, LATE)
     # What the compiler contracts to an FMA in the sums of rows differs between the two.

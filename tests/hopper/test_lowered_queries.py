@@ -13,7 +13,7 @@ from hopper.config import THREE_CONSUMERS, TWO_CONSUMERS, validate_forward_confi
 from hopper.forward.fp8 import precision
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.lowered_queries import LARGEST_CODE, LARGEST_PRODUCT
-from hopper.forward.fp8.softmax.half import HalfScoresOfAnyCodes
+from hopper.forward.fp8.softmax.any_codes import HalfScoresOfAnyCodes
 from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
 from hopper_attention.quantization import Fp8Quantization, QuantizedQKV, quantize_qkv
 from hopper_attention.reference import attention_naive
@@ -75,7 +75,7 @@ def run_unlowered(
     plain = replace(config, lowers_queries=False)
     validate_forward_config(plain)
     with monkeypatch.context() as patch:
-        patch.setattr(precision, "FarHalfScoresSoftmax", HalfScoresOfAnyCodes)
+        patch.setitem(precision.SOFTMAXES, Softmax.HALF_SCORES, HalfScoresOfAnyCodes)
         program = parse(compile_ptx(plain))
         patch.setattr(on_numpy, "program_of", lambda _: program)
         return fp8_forward_on_numpy(plain, parts, softmax_scale, LATE, **options)

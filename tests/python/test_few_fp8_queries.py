@@ -68,9 +68,12 @@ class Kernels:
         splits = out.shape[0] if config.split else 1
         self.calls.append({"config": config, "splits": splits, "q_scale": q_scale, "scale": scale})
         (batch, _, heads, _), kv_heads = q.shape, k.shape[2]
-        assert q_scale.shape == (batch, heads // config.group, 1)
+        assert config.lone_scales != config.two_level
+        of_tiles = heads // config.group
+        outer = kv_heads if config.lone_scales else of_tiles
+        assert q_scale.shape == (batch, outer, of_tiles // outer)
         assert k_scale.shape == v_scale.shape == ones.shape == (batch, kv_heads, 1)
-        of_q = q.double() * q_scale.repeat_interleave(config.group, 1).double()[:, None]
+        of_q = q.double() * q_scale.flatten(1).repeat_interleave(config.group, 1).double()[:, None, :, None]
         of_k, of_v = (x.double() * by.double()[:, None] for x, by in ((k, k_scale), (v, v_scale)))
         for i in range(batch):
             for part in range(splits):
@@ -268,7 +271,7 @@ def test_results(kernels: Kernels, call: Any, how: str, monkeypatch: pytest.Monk
             assert seen["scale"] == of_scores.get("softmax_scale", 0.125)
             q_scale = given.get("q_descale", torch.ones(sizes[0], heads[1]))
             each = heads[0] // heads[1] // few.group
-            assert torch.equal(seen["q_scale"][..., 0], q_scale.repeat_interleave(each, 1))
+            assert torch.equal(seen["q_scale"].flatten(1), q_scale.repeat_interleave(each, 1))
 
 
 def test_two_levels_are_of_any_number_of_queries(kernels: Kernels, call: Any) -> None:

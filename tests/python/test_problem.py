@@ -20,8 +20,17 @@ from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import problem_of as problem_of_16_bits
 from hopper_attention.forward_rules import select_config as select_16_bits
-from hopper_attention.fp8_rules import Fp8Problem, check_size, select_config, select_for
-from hopper_attention.problem import AttentionProblem, length_bounds, longest_alike
+from hopper_attention.fp8_rules import (
+    Fp8Problem,
+    check_size,
+    classes_of_lengths,
+    packed_problem,
+    queries_that_count,
+    select_config,
+    select_for,
+)
+from hopper_attention.masks import CAUSAL_MASK, NO_MASK, MaskSpec
+from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem, length_bounds, longest_alike
 from hopper_attention.quantized import default_block_k
 
 LENGTHS = sorted({n + d for n in (*length_bounds()[:-1], 1, 4, 100_000) for d in (-1, 0, 1)})
@@ -208,6 +217,113 @@ def test_runs_and_wider_blocks_keep_what_they_need() -> None:
         )
         assert of(1, 9000, 0, head_dim, half_scores=False).softmax is Softmax.EAGER
     assert of(1, 5000, 192) == of(8, 5000, 192) and of(1, 5000, 384).tile_m == 128
+
+
+def test_queries_that_see_half_of_the_keys_count_half() -> None:
+    for sizes in ((8, 4, 16), (100, 10, 10), (5, 9, 0)):
+        assert queries_that_count(*sizes, False) == sizes[0]
+    assert queries_that_count(100, 10, 10, True) == 50  # A square, of which half is hidden,
+    assert queries_that_count(8, 4, 16, True) == 7  # a strip of an eighth,
+    assert queries_that_count(100, 900, 300, True) == 50  # queries before all keys, which count as others do,
+    assert queries_that_count(8, 4, 0, True) == 8  # and no keys.
+
+
+def test_classes_of_lengths_are_powers_of_two_of_queries_and_bounds_of_keys() -> None:
+    queries = [classes_of_lengths(n, 1)[0] for n in (0, 1, 2, 3, 4, 5, 256, 257)]
+    assert queries == [1, 1, 2, 4, 4, 8, 256, 512]
+    for n in (0, *LENGTHS):
+        most = classes_of_lengths(7, n)
+        assert most == (8, longest_alike(n)) and classes_of_lengths(*most) == most
+
+
+def packed(
+    rows: int = 50_000,
+    heads: tuple[int, int] = (8, 2),
+    mask: MaskSpec = NO_MASK,
+    lengths: tuple[int, int] = (100, 700),
+    exact_lse: bool = False,
+    without_lse: bool = True,
+    head_dims: tuple[int, int] = (128, 128),
+) -> Fp8AttentionProblem:
+    q_shape, v_shape = ((rows, n, columns) for n, columns in zip(heads, head_dims, strict=True))
+    return packed_problem(q_shape, v_shape, mask, lengths, exact_lse, without_lse)
+
+
+@pytest.mark.parametrize("mask", [NO_MASK, CAUSAL_MASK, MaskSpec(True, 300)], ids=str)
+@pytest.mark.parametrize("without_lse", [False, True])
+def test_packed_lengths_of_a_class_are_one_problem(mask: MaskSpec, without_lse: bool) -> None:
+    for head_dim in (64, 128, 256):
+        kinds: dict[str, Any] = {"mask": mask, "without_lse": without_lse, "head_dims": (head_dim, head_dim)}
+        for longest_q in (1, 3, 65, 129, 600):
+            for longest_k in LENGTHS:
+                lengths = longest_q, longest_k
+                problem = packed(lengths=lengths, **kinds)
+                assert problem == packed(lengths=classes_of_lengths(*lengths), **kinds)
+                assert problem.is_packed and problem.lone_scales and problem.v_rows
+                config = select_for(problem)
+                assert config.lone_scales and config.layout == "varlen"
+                assert config.v_rows == problem.transposes
+
+
+def test_packed_tensors_with_descales_say_what_decides() -> None:
+    plain = packed()
+    assert plain.transposes and plain.longest_k == longest_alike(700) and not plain.few_tiles
+    assert (plain.head_dim, plain.head_dim_v, plain.out_dtype) == (128, 128, torch.bfloat16)
+    assert packed(rows=60_000, heads=(16, 4)) == plain == packed(lengths=(70, 690))
+    exact, fast = packed(exact_lse=True, without_lse=False), packed(without_lse=False)
+    assert exact.exact_lse and not exact.transposes and not select_for(exact).lone_scales
+    assert select_for(exact).wide_codes and not fast.without_lse
+    windowed = packed(mask=MaskSpec(False, 300, 200))
+    assert (
+        windowed.has_window and not windowed.has_chunk and packed(mask=MaskSpec(True, -1, -1, 64)).has_chunk
+    )
+    assert len({plain, exact, fast, windowed, packed(mask=CAUSAL_MASK), packed(head_dims=(128, 64))}) == 6
+    # Where somebody gets the LSE, lengths say nothing but whether a kernel transposes V.
+    assert fast == packed(without_lse=False, lengths=(100, 9000))
+    few = packed(without_lse=False, lengths=(64, 700))
+    assert few == replace(fast, transposes=True) == packed(without_lse=False, lengths=(64, 9000))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "causal", "without_lse", "most"),
+    [
+        (64, (1, 1), False, True, 256),
+        (64, (4, 1), False, False, 64),
+        (128, (2, 1), False, True, 512),
+        (128, (1, 1), False, False, 256),
+        (256, (1, 1), False, True, 1024),
+        # Of 4096 keys a last quarter of queries sees seven eighths.
+        (128, (1, 1), True, True, 1024),
+        (256, (2, 1), True, True, 256),
+        (256, (1, 1), True, True, 1024),
+    ],
+)
+def test_few_packed_queries_have_their_v_transposed_by_the_kernel(
+    head_dim: int, heads: tuple[int, int], causal: bool, without_lse: bool, most: int
+) -> None:
+    """By bounds, which are powers of two to this."""
+    kinds: dict[str, Any] = {"heads": heads, "without_lse": without_lse, "head_dims": (head_dim, head_dim)}
+
+    def of(longest: int) -> Fp8ForwardConfig:
+        mask = CAUSAL_MASK if causal else NO_MASK
+        return select_for(packed(mask=mask, lengths=(longest, 4096), **kinds))
+
+    assert of(most // 2 + 1).v_rows and of(most).v_rows and not of(most + 1).v_rows
+
+
+def test_few_packed_tiles_are_low_where_nobody_gets_the_lse() -> None:
+    """All queries count, of whatever sequence; long ones have V transposed before."""
+    for lengths, v_rows in (((100, 2000), True), ((4096, 4096), False)):
+        few, many = (packed(rows, (8, 2), lengths=lengths) for rows in (2000, 50_000))
+        assert few.few_tiles and not many.few_tiles and few.transposes == many.transposes == v_rows
+        low, high = select_for(few), select_for(many)
+        assert (low.tile_m, low.softmax) == (128, Softmax.EAGER)
+        assert (high.tile_m, high.softmax) == (192, Softmax.HALF_SCORES)
+        assert low.v_rows == high.v_rows == v_rows and low.lone_scales and high.lone_scales
+    assert (
+        not packed(2000, without_lse=False).few_tiles
+        and not packed(2000, mask=MaskSpec(False, 300)).few_tiles
+    )
 
 
 def test_fp8_sizes_are_checked_apart_from_the_kind() -> None:

@@ -98,6 +98,28 @@ def test_one_graph_serves_every_length(needs_grad: bool, mask: dict[str, Any]) -
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("wants_lse", [False, True])
+def test_e4m3_tensors_with_descales(wants_lse: bool) -> None:
+    """Their operator is told whether anybody wants the LSE, which has no rows else."""
+    case = CASES["used keys"]
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in clean(case))
+    descales = [torch.rand(2, 2, generator=torch.Generator().manual_seed(i)) + 0.5 for i in range(3)]
+    arguments = (q, k, v, *descales, *of_operator(case), 0.2, True, "reference", 0, False, -1, -1, 0)
+    results = OPS.forward_varlen_fp8(*arguments, 0.0, None, None, wants_lse)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in arguments]
+        found = OPS.forward_varlen_fp8(*fake, 0.0, None, None, wants_lse)
+    expected = (34, 4, 24), (4, 34 if wants_lse else 0)
+    assert tuple(x.shape for x in results) == tuple(x.shape for x in found) == expected
+    assert [x.dtype for x in results] == [x.dtype for x in found] == [torch.bfloat16, torch.float32]
+    named = {**dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)), "causal": True}
+    named |= {"softmax_scale": 0.2, "return_attn_probs": wants_lse, "backend": "reference"}
+    compiled = torch.compile(flash_attn_varlen_func, fullgraph=True, dynamic=True, backend="aot_eager")
+    given = compiled(q, k, v, *case.lengths, **named)
+    assert torch.equal(given[0] if wants_lse else given, results[0])
+    assert not wants_lse or torch.equal(given[1], results[1])
+
+
 def test_compiled_gradients() -> None:
     torch._dynamo.reset()
 

@@ -84,13 +84,13 @@ def test_it_raises_what_the_call_would(changed: dict[str, Any], error: type[Exce
 
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_packed_e4m3_tensors_have_scores_in_float32_with_and_without_the_lse(
+def test_packed_e4m3_tensors_have_scores_in_float16_where_nobody_gets_the_lse(
     columns: int, causal: bool
 ) -> None:
-    """As the operator, which does not know whether the lse is wanted, takes them to have; an exact one is another's."""
-    q = torch.empty(64, 4, columns, dtype=torch.float8_e4m3fn, device="meta")
+    """A fast one has scores in float32, and an exact one is another's."""
+    q = torch.empty(50_000, 4, columns, dtype=torch.float8_e4m3fn, device="meta")
     cu = torch.empty(3, dtype=torch.int32, device="meta")
-    configs = [
+    configs: list[Any] = [
         explain_varlen(
             *(q, q, q, cu, cu, 4096, 4096),
             causal=causal,
@@ -100,9 +100,11 @@ def test_packed_e4m3_tensors_have_scores_in_float32_with_and_without_the_lse(
         ).config
         for wanted, exact_lse in ((False, None), (True, False), (True, None), (False, True))
     ]
+    without, fast, exact, asked = configs
     assert all(isinstance(config, Fp8ForwardConfig) for config in configs)
-    assert configs[0] == configs[1] and configs[0].softmax is not Softmax.HALF_SCORES
-    assert configs[2] == configs[3] and configs[2].wide_codes and not configs[0].wide_codes
+    assert without.softmax is Softmax.HALF_SCORES and without.lowers_queries and without.lone_scales
+    assert fast.softmax is not Softmax.HALF_SCORES and fast.lone_scales and not fast.wide_codes
+    assert exact == asked and exact.wide_codes and not exact.lone_scales
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (3, 2), (3, 0)], ids=str)

@@ -71,9 +71,10 @@ class Fp8ForwardConfig(ForwardConfig):
     whose bits FP8 WGMMA keeps only a part in its sums. With ``wide_codes`` Q and K come as 16 bits, which have every
     number of e4m3, so that Q K^T is added up in float32 as well. With ``lowers_queries`` rows of Q are multiplied by
     powers of two first, so that scores in float16 serve any codes (``hopper.forward.fp8.lowered_queries``). With
-    ``run_blocks`` O goes to a sum in shared memory behind so many blocks, 0 for never
-    (``hopper.forward.fp8.partial_sums``), and each ``mean_blocks`` of V, which divide these, may have lost a mean of
-    their own.
+    ``lone_scales`` all keys of a head share a scale, and all values: a consumer reads them once a tile, in place of
+    once a block from shared memory. With ``run_blocks`` O goes to a sum in shared memory behind so many blocks, 0 for
+    never (``hopper.forward.fp8.partial_sums``), and each ``mean_blocks`` of V, which divide these, may have lost a mean
+    of their own.
     """
 
     output: str = "bfloat16"
@@ -83,6 +84,7 @@ class Fp8ForwardConfig(ForwardConfig):
     two_level: bool = False
     wide_codes: bool = False
     lowers_queries: bool = False
+    lone_scales: bool = False
     run_blocks: int = 0
     mean_blocks: int = 0
 
@@ -92,7 +94,8 @@ class Fp8ForwardConfig(ForwardConfig):
         them ptxas moves the one for P V in front of them; with three warpgroups others' products run meanwhile. Where
         it gained: at head_dim 128 without a mask, and in runs under a causal mask."""
         is_half = self.softmax is Softmax.HALF_SCORES and self.is_plain
-        if not is_half or self.v_rows or self.lowers_queries or self.consumers < 3:
+        finds_scales = self.lowers_queries and not self.lone_scales
+        if not is_half or self.v_rows or finds_scales or self.consumers < 3:
             return False
         return self.run_blocks > 0 if self.causal else self.head_dim == 128
 
@@ -175,6 +178,7 @@ class Fp8ForwardConfig(ForwardConfig):
         parts += ["twolevel"] if self.two_level else []
         parts += ["wide"] if self.wide_codes else []
         parts += ["lowers"] if self.lowers_queries else []
+        parts += ["lone"] if self.lone_scales else []
         parts += [f"runs{self.run_blocks}of{self.mean_blocks}"] if self.run_blocks else []
         return "_".join([super().name, *parts])
 
@@ -269,7 +273,7 @@ class Fp8ForwardConfig(ForwardConfig):
     def starts_early(self) -> bool:
         """Where it gained: behind the kernel that transposes V, where O goes from registers, and where keys are few:
         0.8 to 1.3 % of calls back to back (`early` in `fp8_short_peaky.json`)."""
-        few = self._is_for_few_keys and (not self.v_rows or self.has_lone_scales)
+        few = self._is_for_few_keys and (not self.v_rows or self.lone_scales)
         return self.lowers_queries or self.o_from_registers or few
 
     @property
@@ -286,10 +290,10 @@ class Fp8ForwardConfig(ForwardConfig):
         return takes_maxima and self.layout == DENSE
 
     @property
-    def has_lone_scales(self) -> bool:
-        """Whether a consumer reads the scales of K and V once a tile, in place of once a block from shared memory: V in
-        rows comes with one for all keys of a head. With the eager softmax: others were not tried."""
-        return self.v_rows and self.softmax is Softmax.EAGER and self.layout == DENSE and not self.two_level
+    def takes_lone_scales(self) -> bool:
+        """Of problems of any codes, whose P V is one sum."""
+        is_of_any = self.softmax is not Softmax.HALF_SCORES or self.lowers_queries
+        return is_of_any and not (self.two_level or self.wide_codes)
 
     @property
     def mean_bytes(self) -> int:
@@ -320,6 +324,11 @@ class Fp8ForwardConfig(ForwardConfig):
             _validate_stale_maximum(self)
         if self.lowers_queries and self.softmax is not Softmax.HALF_SCORES:
             raise ValueError(f"lowers_queries is True, allowed with softmax {self.softmax.value!r}: False")
+        if self.lone_scales and not self.takes_lone_scales:
+            raise ValueError(
+                "lone_scales is True, allowed for two_level, wide_codes, and scores in float16 without "
+                "lowers_queries: False"
+            )
         if self.run_blocks or self.mean_blocks:
             _validate_runs(self)
 

@@ -17,12 +17,12 @@ from hopper.forward.fp8.lowered_queries import LoweredQueries
 from hopper.forward.fp8.mean_v import MeanOfV, MeansOfRuns
 from hopper.forward.fp8.partial_sums import PartialSumsOutput
 from hopper.forward.fp8.scales import SLOT_FLOATS, SLOTS_PER_STAGE, BlockScales, ScalePublisher
+from hopper.forward.fp8.softmax.any_codes import HalfScoresOfAnyCodes
 from hopper.forward.fp8.softmax.eager import EagerSoftmax
 from hopper.forward.fp8.softmax.exact import ExactSoftmax
 from hopper.forward.fp8.softmax.far import FarHalfScoresSoftmax
-from hopper.forward.fp8.softmax.half import HalfScoresOfAnyCodes
 from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
-from hopper.forward.fp8.softmax.lone import LoneScalesSoftmax
+from hopper.forward.fp8.softmax.lone import LoneEager, LoneExact, LoneHalfScores, LoneLagging, LoneScales
 from hopper.forward.fp8.staging import Staging
 from hopper.forward.fp8.two_level import TwoLevelOutput
 from hopper.forward.fp8.warp_scores import WarpScores
@@ -35,6 +35,22 @@ from hopper.tiles import swizzle_bytes, swizzled_layout
 
 COLUMNS_WITH_REGISTERS_TO_SPARE = 128
 """Of O, beside which all registers are found that ``LaggingSoftmax`` wants, or producers that transpose."""
+
+SOFTMAXES: dict[Softmax, type[ExactSoftmax]] = {
+    Softmax.EXACT: ExactSoftmax,
+    Softmax.EAGER: EagerSoftmax,
+    Softmax.LAGGING: LaggingSoftmax,
+    Softmax.HALF_SCORES: FarHalfScoresSoftmax,
+}
+"""By the softmax; ``HalfScoresOfAnyCodes`` with ``lowers_queries``."""
+
+LONE: dict[type[ExactSoftmax], type[LoneScales]] = {
+    ExactSoftmax: LoneExact,
+    EagerSoftmax: LoneEager,
+    LaggingSoftmax: LoneLagging,
+    HalfScoresOfAnyCodes: LoneHalfScores,
+}
+"""What they are with ``lone_scales``."""
 
 CONSUMERS = {Softmax.LAGGING: LaggingConsumer, Softmax.HALF_SCORES: HalfScoresConsumer}
 """By the softmax; ``Consumer`` for those that take each maximum."""
@@ -69,21 +85,23 @@ class BlockScaled(SixteenBits):
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
         c, scales = self.config, BlockScales(*extras)
         tile_scales = (scales.q, scales.o, scales.block_q)
-        common = scale_log2, tile_scales, self._slots(storage), c.polynomial_pairs
-        if c.softmax is Softmax.HALF_SCORES:
-            pairs = c.tile_n // COLUMNS_PER_GROUP
-            if c.lowers_queries:
-                return HalfScoresOfAnyCodes(*common, pairs, (self._queries(storage),))
-            return FarHalfScoresSoftmax(*common, pairs)
+        arguments: tuple[Any, ...] = scale_log2, tile_scales, self._slots(storage), c.polynomial_pairs
+        kind = SOFTMAXES[c.softmax]
         if c.softmax is Softmax.LAGGING:
-            return LaggingSoftmax(*common, self._warp_scores(storage))
-        if c.has_lone_scales:
-            return LoneScalesSoftmax(*common, (scales.k, scales.v))
-        return (EagerSoftmax if c.softmax is Softmax.EAGER else ExactSoftmax)(*common)
+            arguments = *arguments, self._warp_scores(storage)
+        if c.softmax is Softmax.HALF_SCORES:
+            arguments = *arguments, c.tile_n // COLUMNS_PER_GROUP
+        if c.lowers_queries:
+            kind, arguments = HalfScoresOfAnyCodes, (*arguments, (self._queries(storage),))
+        if not c.lone_scales:
+            return kind(*arguments)
+        has_registers = c.head_dim_v <= COLUMNS_WITH_REGISTERS_TO_SPARE
+        of_half = {"makes_words_once": has_registers} if c.lowers_queries else {}
+        return LONE[kind](*arguments, head_scales=(scales.k, scales.v), **of_half)
 
     def enter_head(self, softmax: OnlineSoftmax, place: TilePlace):
-        if self.config.has_lone_scales:
-            softmax.enter_head(place.head_kv, place.seqlens)
+        if self.config.lone_scales:
+            softmax.enter_head(place.head, place.head_kv, place.seqlens.batch)
 
     def make_output(self, mmas: Mmas, part_mma: Any, consumer: Any) -> Output:
         sV, softmax = consumer.operands.v.smem, consumer.softmax
@@ -94,7 +112,7 @@ class BlockScaled(SixteenBits):
         return TwoLevelOutput(self.config, mmas, part_mma(self.config.pv_columns), sV, softmax)
 
     def make_scales(self, scale_log2: Float32, extras: tuple, storage: Any) -> NoScales:
-        if self.config.has_lone_scales:
+        if self.config.lone_scales:
             return NoScales()
         largest_unit = cute.make_rmem_tensor(1, Float32)
         return ScalePublisher(

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_kernels.fast_math import maximum_or_nan
+from cute_kernels.integers import minimum
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.forward.unscaled import NoScales
 
@@ -52,6 +53,9 @@ class BlockScales(NamedTuple):
 
     Of packed sequences batch is 1 in the first three (``blocks_of_sequence``), and one more than the caller's in the
     others, since rows of no sequence stand behind the last. ``runs`` are there with ``run_blocks`` alone.
+
+    With ``lone_scales`` ``q`` is (batch, kv_heads, heads of each), with any strides, and ``k`` and ``v`` are (batch,
+    kv_heads, 1), of packed sequences too. All but ``mean_v`` may have the caller's sequences alone there.
     """
 
     q: cute.Tensor
@@ -95,6 +99,14 @@ class ScalePublisher(NoScales):
             self.largest_unit[0] = cute.arch.fmax(self.largest_unit[0], unit)
             self.slots[slot, 1] = unit
         cute.arch.sync_warp()
+
+
+@cute.jit
+def scale_of_sequence(scales: cute.Tensor, sequence: Int32, head_kv: Int32, place: Int32) -> Float32:
+    """With ``lone_scales``: 1 behind the last sequence."""
+    last = Int32(scales.shape[0]) - 1
+    scale = scales[minimum(sequence, last), head_kv, place]
+    return scale if sequence <= last else Float32(1.0)
 
 
 @cute.jit

@@ -290,6 +290,11 @@ EXACT_TWO_LEVEL_KEYS = 128
 """The widest block for an exact LSE where two levels are asked for. Within a block P V is added up in 13 bits: of
 values around 1, blocks of 192 keys lose 17 % more than the emulation, of 96 keys 4 (`fp8_exact_two_level.json`)."""
 
+FP8_PACKED_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = FP8_HALF_ROW_TILINGS | {
+    (MAX_HEAD_DIM, causal): FP8_HALF_ROW_TILINGS[MAX_HEAD_DIM, causal][1:] for causal in (False, True)
+}
+"""The same of packed sequences, which leave ``eager`` no registers at head_dim 256."""
+
 FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
 """By head_dim: queries of a key/value head up to which a kernel that transposes V on its way is faster than the one of
 ``hopper.transpose`` and a kernel that finds it transposed. A query that sees half of the keys counts half
@@ -360,7 +365,7 @@ def select_fp8_forward_config(
 
     ``block_k`` keys share a scale; 0 says that all do. ``v_rows`` says that V comes as (keys, head_dim_v),
     ``two_level`` that P V is to be added to O in float32, and ``half_scores`` that scores fit float16
-    (``scores_fit_half``). ``seqlen_k`` are the keys that a query sees at most, which packed sequences do not tell.
+    (``scores_fit_half``). ``seqlen_k`` are the keys that a query sees at most, 0 for packed sequences that do not tell.
     ``exact_lse`` asks for an LSE to merge partial results by, from V that comes transposed; of packed sequences with a
     window at head_dim 256 the config is then one without a causal mask, and the window's right side is to be 0:
     it hides the same keys, and a thread has the registers. ``without_lse`` says that
@@ -378,16 +383,18 @@ def select_fp8_forward_config(
         raise ValueError(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
+    is_packed = layout == VARLEN
     if exact_lse:
         any_width = FP8_EXACT_LSE_TILINGS[min(fits)]
         tilings = tuple(t for t in any_width if not two_level or t.tile_n <= EXACT_TWO_LEVEL_KEYS)
-        causal = causal and not (window and layout == VARLEN and min(fits) == MAX_HEAD_DIM)
+        causal = causal and not (window and is_packed and min(fits) == MAX_HEAD_DIM)
     else:
-        rows_of_any = v_rows and (window or layout == VARLEN)
-        without_lse = without_lse and not rows_of_any
+        without_lse = without_lse and not (v_rows and window)
         tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores, without_lse)
-    if layout == VARLEN:
-        seqlen_k = PACKED_SEQLEN
+    if is_packed and v_rows and without_lse and not two_level:
+        tilings = FP8_PACKED_ROW_TILINGS[min(fits), causal]
+    elif is_packed:
+        seqlen_k = min(seqlen_k or PACKED_SEQLEN, PACKED_SEQLEN)
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
     if not dividing:
         widths = " or ".join(str(width) for width in sorted({tiling.tile_n for tiling in tilings}))
@@ -400,7 +407,8 @@ def select_fp8_forward_config(
         chosen = _in_lower_tiles(chosen, table.get(min(fits)), block_k)
     config = _build(chosen, min(fits), causal, output)
     lowers = config.softmax is Softmax.HALF_SCORES and (v_rows or not half_scores)
-    return replace(config, window=window, layout=layout, chunk=chunk, lowers_queries=lowers)
+    config = replace(config, window=window, layout=layout, chunk=chunk, lowers_queries=lowers)
+    return with_lone_scales(config) if v_rows else config
 
 
 def select_fp8_few_queries_config(
@@ -416,8 +424,15 @@ def select_fp8_few_queries_config(
     native = _native(max(head_dim, head_dim_v))
     tiles = (FEW_QUERIES_IN_PARTS if split else FEW_QUERIES)[native]
     config = replace(_build(tiles[tile_rows], native, causal, output), group=group, split=split)
+    config = with_lone_scales(config)
     validate_forward_config(config)
     return config
+
+
+def with_lone_scales(config: Fp8ForwardConfig) -> Fp8ForwardConfig:
+    """``config`` for problems in which all rows of a head share a scale in Q, K and V, as those with V in rows do that
+    a kernel transposes."""
+    return replace(config, lone_scales=config.takes_lone_scales)
 
 
 def with_runs(config: Fp8ForwardConfig, seqlen_k: int) -> Fp8ForwardConfig:
@@ -506,11 +521,12 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
         for config in _with_any_codes(_build(tiling, head_dim, causal, output))
     )
     # FP8 tensors with descales, which are what comes in rows, give bfloat16.
+    lone = tuple(with_lone_scales(config) for config in transposed if config.output == "bfloat16")
     rows = tuple(
-        replace(config, lowers_queries=config.softmax is Softmax.HALF_SCORES)
+        with_lone_scales(replace(config, lowers_queries=config.softmax is Softmax.HALF_SCORES))
         for head_dim, causal in FP8_HALF_ROW_TILINGS
         # Which has those of calls with the LSE too.
         for tiling in _fp8_tilings(head_dim, causal, True, two_level, False, without_lse=True)
         for config in (_build(tiling, head_dim, causal, "bfloat16"),)
     )
-    return tuple(dict.fromkeys(transposed + rows))
+    return tuple(dict.fromkeys(transposed + lone + rows))

@@ -50,8 +50,7 @@ class FewFp8Launcher(Launcher):
         (batch, _, heads, _), kv_heads, device = q.shape, k.shape[2], q.device
         ones = device_memory.unit_scales(batch, kv_heads, device)
         of_q, of_k, of_v = (ones if x is None else x.unsqueeze(2) for x in descales)
-        if heads // self.group != kv_heads:
-            of_q = of_q.repeat_interleave(heads // kv_heads, 1)
+        of_q = of_q.expand(batch, kv_heads, heads // (self.group * kv_heads))
         result = self.attention.result
         out = result.empty_out(q)
         lse = result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from hopper_attention import device_memory, few_packed_queries
 from hopper_attention._kernels import kept_argument
 from hopper_attention.backends import target_of, why_not_hopper
-from hopper_attention.checks import TensorSpec
+from hopper_attention.checks import FP8_DTYPE, TensorSpec
 from hopper_attention.device_memory import Facts, Pieces
 from hopper_attention.kvcache_checks import CacheCall, CacheTensors
 from hopper_attention.launch import at_once
@@ -71,8 +73,9 @@ class FewPackedLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ReadyFewPacked:
-    """A ``VarlenLaunch`` without a window, of tensors of 16 bits of the same sizes and strides in every call, all keys
-    of which are used. Lengths and left pads are parts of cu_seqlens_k. ``launch`` serves where ``script`` cannot."""
+    """A ``VarlenLaunch`` without a window, of tensors of the same sizes and strides in every call, all keys of which
+    are used, with descales or without. Lengths and left pads are parts of cu_seqlens_k. ``launch`` serves where
+    ``script`` cannot."""
 
     launch: FewPackedLaunch
     device_index: int
@@ -83,10 +86,18 @@ class ReadyFewPacked:
 
     @classmethod
     def of(
-        cls, launch: FewPackedLaunch, tensors: tuple[Tensor, Tensor, Tensor], lengths: Lengths
+        cls,
+        launch: FewPackedLaunch,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        lengths: Lengths,
+        descales: Descales = NO_DESCALES,
     ) -> ReadyFewPacked | None:
-        """That of calls with tensors like these; None where one is to be copied, or not all keys are used."""
+        """That of calls with tensors and descales like these; None where one is to be copied, or not all keys are
+        used."""
         if lengths.seqused_k is not None or any(make_packed_addressable(x) is not x for x in tensors):
+            return None
+        is_widened = tensors[0].dtype == FP8_DTYPE and not find_short_decode(launch.call).takes_e4m3_queries
+        if is_widened or any(x.stride(1) != 1 for x in _given(descales)):
             return None
         q, k, v, out, lse, starts_q, starts_k, parts, scale = map(Given, range(9))
         batch, device = launch.call.shape.batch, tensors[0].device
@@ -98,8 +109,10 @@ class ReadyFewPacked:
         )
         ends, pads = (Part(starts_k.number, byte, ((batch,), (1,), torch.int32)) for byte in (INT32_BYTES, 0))
         table = any_sequence(batch, device)[:, None]
-        # No cap, no sinks, no descales.
-        behind = with_lse.max_splits, *with_lse.sides, *(None,) * 5, with_lse.pieces
+        numbers = count(scale.number + 1)
+        factors = [_none_of(launch.call) if x is None else Given(next(numbers)) for x in descales]
+        # No cap, no sinks.
+        behind = with_lse.max_splits, *with_lse.sides, None, None, *factors, with_lse.pieces
         step = Step(
             with_lse.kernel,
             (q, of_k, of_v, out, lse, ends, kept_argument(table), pads, starts_q, parts, scale, *behind),
@@ -123,6 +136,7 @@ class ReadyFewPacked:
         window_right: int,
         attention_chunk: int,
         wants_lse: bool,
+        descales: Descales = NO_DESCALES,
     ) -> tuple[Tensor, Tensor]:
         index, make = self.device_index, device_memory.empty_on_gpu
         if (
@@ -133,12 +147,25 @@ class ReadyFewPacked:
         ):
             lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
             window = window_left, window_right, attention_chunk
-            return self.launch(q, k, v, *lengths, softmax_scale, *window, wants_lse)
+            return self.launch(q, k, v, *lengths, softmax_scale, *window, wants_lse, descales=descales)
         out = make(*self.out)
         parts, no_lse = device_memory.stream_memory(index, self.work).arguments
         lse = make(*self.lse) if wants_lse else no_lse
-        self.script.run(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, parts, softmax_scale)
+        starts = cu_seqlens_q, cu_seqlens_k
+        self.script.run(q, k, v, out, lse, *starts, parts, softmax_scale, *_given(descales))
         return out, lse
+
+
+def _none_of(call: CacheCall) -> Any:
+    """What the kernel takes for a descale that is not given: ones, where K and V are e4m3."""
+    shape = call.shape
+    if not shape.is_fp8_cache:
+        return None
+    return kept_argument(device_memory.unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0])
+
+
+def _given(descales: Descales) -> list[Tensor]:
+    return [x for x in descales if x is not None]
 
 
 def _of_one_page(x: Tensor) -> Facts:

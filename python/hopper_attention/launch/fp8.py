@@ -124,7 +124,8 @@ class Fp8HopperLauncher(Launcher):
     ``repairs`` is empty, or what q and k each need before the kernel can address them. ``block_k`` are the keys that
     share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows, ``has_window`` that it takes the
     sides of a window, ``leaves_parts`` that it leaves partial results (``few_fp8``), ``widens`` that it takes Q and K
-    as ``widened`` makes them. ``note_floats``, ``mean_blocks`` and ``tile_n`` are those of its config.
+    as ``widened`` makes them, ``lone_scales`` that it takes a scale for each head of Q, K and V. ``note_floats``,
+    ``mean_blocks`` and ``tile_n`` are those of its config.
     """
 
     kernel: Kernel
@@ -137,6 +138,7 @@ class Fp8HopperLauncher(Launcher):
     has_window: bool = False
     leaves_parts: bool = False
     widens: bool = False
+    lone_scales: bool = False
     note_floats: int = 0
     mean_blocks: int = 0
     tile_n: int = 0
@@ -162,12 +164,14 @@ class Fp8HopperLauncher(Launcher):
         adds = adds_mean(parts)
         out = self.result.empty_out(q)
         lse = self.result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
-        scales = map(_dense_rows, (parts.q.scale, parts.k.scale, parts.v.scale))
+        of_q, *of_kv = (_dense_rows(x.scale) for x in (parts.q, parts.k, parts.v))
+        if self.lone_scales:
+            of_q = of_q.unflatten(1, (kv_heads, -1))[..., 0]
         mean = vectors_of(parts.mean_v) if adds else no_vectors(batch, kv_heads, device)
         rows_q = parts.q.block if parts.q.block < seqlen_q else ALL_ROWS
         values = self._values(parts.v)
         ones = device_memory.unit_scales(batch, kv_heads, device)
-        self.queue((q, k, values, out, lse), (*scales, ones), mean, rows_q, softmax_scale, window)
+        self.queue((q, k, values, out, lse), (of_q, *of_kv, ones), mean, rows_q, softmax_scale, window)
         if adds or not changes_values(parts):
             return out, lse
         return restore_values(out, parts, self.causal, window).to(out.dtype), lse
@@ -498,6 +502,7 @@ def find(
         has_window=config.window,
         leaves_parts=config.split,
         widens=config.wide_codes,
+        lone_scales=config.lone_scales,
         note_floats=config.note_floats,
         mean_blocks=config.mean_blocks,
         tile_n=config.tile_n,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,6 +20,7 @@ from hopper.forward.fp8.tilings import scores_fit_half
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.fp8_rules import packed_problem
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of, no_vectors
 from hopper_attention.launch.forward import NO_SIDES
 from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_config, vectors_of
@@ -28,7 +29,7 @@ from hopper_attention.launch.transpose import transpose_packed_values
 from hopper_attention.launch.varlen import is_empty, run_varlen
 from hopper_attention.launch.widen import widened
 from hopper_attention.layout import make_packed_addressable
-from hopper_attention.masks import FULL_SIDES, UNLIMITED, Sides, kernel_sides
+from hopper_attention.masks import FULL_SIDES, UNLIMITED, MaskSpec, Sides, kernel_sides
 from hopper_attention.packed_quantized import (
     ONE_PER_SEQUENCE,
     PackedQuantizedQKV,
@@ -109,9 +110,7 @@ class PackedFp8Launcher(Launcher):
             out,
             lse,
             device_memory.tile_counter(self.device_index),
-            parts.q.scale[None],
-            parts.k.scale[None],
-            *self._scales_of_v(parts),
+            *self._scales(parts),
             vectors_of(parts.mean_v) if adds else no_vectors(batch + 1, kv_heads, device),
             parts.q.block,
             parts.k.block,
@@ -145,13 +144,18 @@ class PackedFp8Launcher(Launcher):
             return make_packed_addressable(parts.v.data)
         return transpose_packed_values(parts.v.data, parts.lengths)
 
-    def _scales_of_v(self, parts: PackedQuantizedQKV) -> tuple[Tensor, Tensor]:
-        """Those of blocks of V, and the factors of the output. A lone scale is a factor, whatever its sign."""
+    def _scales(self, parts: PackedQuantizedQKV) -> tuple[Tensor, ...]:
+        """Those of Q and K, those of blocks of V, and the factors of the output. A lone scale of V is a factor,
+        whatever its sign."""
         batch, kv_heads = parts.batch, parts.k.shape[1]
         ones = device_memory.unit_scales(batch + 1, kv_heads, parts.q.data.device)
+        if self.config.lone_scales:
+            of_q, of_k, of_v = (x.scale.t() for x in (parts.q, parts.k, parts.v))
+            return of_q.unflatten(1, (kv_heads, -1)), of_k.unsqueeze(2), ones, of_v.unsqueeze(2)
+        of_qk = parts.q.scale[None], parts.k.scale[None]
         if parts.v.block == ONE_PER_SEQUENCE:
-            return ones.view(1, kv_heads, batch + 1), parts.v.scale.t().contiguous().unsqueeze(2)
-        return parts.v.scale[None], ones
+            return *of_qk, ones.view(1, kv_heads, batch + 1), parts.v.scale.t().contiguous().unsqueeze(2)
+        return *of_qk, parts.v.scale[None], ones
 
 
 def empty_results(parts: PackedQuantizedQKV, wants_lse: bool) -> tuple[Tensor, Tensor]:
@@ -204,6 +208,10 @@ def packed_problem_of(
     """What of them decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
     q, k, v = parts.q, parts.k, parts.v
     has_rows = not isinstance(v, PackedTransposedV)
+    if has_rows and q.block == k.block == v.block == ONE_PER_SEQUENCE and not two_level:
+        of_mask, longest = MaskSpec(causal, *window), parts.lengths[4:]
+        problem = packed_problem(q.shape, v.shape, of_mask, longest, exact_lse, without_lse)
+        return replace(problem, out_dtype=parts.dtype)
     half_scores = scores_fit_half(q.largest, k.largest, q.shape[2])
     return Fp8AttentionProblem(
         FP8_DTYPE,
@@ -217,7 +225,6 @@ def packed_problem_of(
         block_k=_block(k.block),
         block_v=_block(v.block),
         v_rows=has_rows,
-        transposes=has_rows and not exact_lse,
         two_level=two_level,
         half_scores=half_scores,
         exact_lse=exact_lse,

@@ -97,10 +97,15 @@ def are_counted(v: Tensor) -> bool:
 def transpose_packed_values(v: Tensor, lengths: Lengths) -> Tensor:
     """As ``transpose_packed``, on a Hopper GPU and torch's current stream: e4m3 V (total, hk, dv), dv a multiple of 16
     and no size 0, to (hk, dv, keys). By PyTorch where there are more tiles than the kernel can count."""
+    is_counted = are_packed_counted(v, lengths)
+    return find_packed(v.shape[2], v.device)(v, lengths) if is_counted else transpose_packed(v, lengths)
+
+
+def are_packed_counted(v: Tensor, lengths: Lengths) -> bool:
+    """``are_counted`` of packed V (total, hk, dv)."""
     _, heads, columns = v.shape
-    launcher = find_packed(columns, v.device)
-    tiles = heads * -(-keys_of_packed(v, lengths) // KEYS) * (columns // launcher.config.columns)
-    return launcher(v, lengths) if tiles <= MAX_TILES else transpose_packed(v, lengths)
+    of_columns = columns // select_transpose_config(columns, VARLEN).columns
+    return heads * -(-keys_of_packed(v, lengths) // KEYS) * of_columns <= MAX_TILES
 
 
 def keys_of_packed(v: Tensor, lengths: Lengths) -> int:

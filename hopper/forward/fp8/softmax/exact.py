@@ -41,10 +41,14 @@ class ExactSoftmax(OnlineSoftmax):
 
     @cute.jit
     def enter_tile(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
+        self._find_tile_scale(rows, head, seqlens)
+        self.unit[0] = Float32(0.0)
+
+    @cute.jit
+    def _find_tile_scale(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
         entry, first = blocks_of_sequence(seqlens, seqlens.offset_q, self.block_q)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.tile_scale[r] = self.q_scale[entry, head, first + blocks_before(rows[r], self.block_q)]
-        self.unit[0] = Float32(0.0)
 
     @cute.jit
     def enter_block(self, slot: Int32):
@@ -93,7 +97,11 @@ class ExactSoftmax(OnlineSoftmax):
         shift = multiply_rounded(self._row_maximum(acc_S, r, of_thread), self.scale[r])
         self._move_shift(r, maximum_or_nan(shift, before), is_first)
         if const_expr(not is_first):
-            self.row_scale[r] = self.row_scale[r] * self.unit_change[0]
+            self._follow_unit(r)
+
+    def _follow_unit(self, r: int):
+        """Where that of O changes."""
+        self.row_scale[r] = self.row_scale[r] * self.unit_change[0]
 
     @cute.jit
     def exponentiate(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int], is_first: cutlass.Constexpr[bool]):

@@ -2,29 +2,20 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float16, Float32, Int32, const_expr
+from cutlass import Boolean, Float16, Float32, Int32
 
 from cute_kernels.fast_math import (
     maximum_of_halves,
     multiply_rounded,
     pack,
-    pin,
     subtract_halves,
     unpack,
 )
-from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, words_of_pairs
+from cute_kernels.fragments import ROWS_PER_THREAD, words_of_pairs
 from cute_kernels.integers import maximum
-from cute_kernels.key_blocks import KeyBlocks
-from hopper.forward.fp8.exp2 import (
-    CEILING,
-    EXPONENTS,
-    add_halves,
-    exp2_of_halves,
-    exp2_of_halves_by_chords,
-)
 from hopper.forward.fp8.row_maximum import over_lanes
 from hopper.forward.fp8.softmax.exact import P_EXPONENT
-from hopper.forward.fp8.softmax.half import HalfScoresSoftmax, pair_of, rounding_of
+from hopper.forward.fp8.softmax.half import NOTHING, HalfScoresSoftmax
 
 IS_FAR = 2
 """``has_risen`` of a warp whose offsets are those of one block."""
@@ -32,20 +23,11 @@ IS_FAR = 2
 SHIFT_STEP = 2.0**-23
 """What a float32 is rounded by, at most twice that."""
 
-NOTHING, ONES = pair_of(-float("inf")), pair_of(1.0)
-"""Exponents of 0, and a scale that changes nothing."""
-
-SLOPES_OF_ONE, CEILING_OF_0 = pair_of(-1.0 / EXPONENTS), pair_of(CEILING / EXPONENTS)
-"""What chords want of exponents as they are."""
-
 LEAST_OFFSET = -1000.0
 """Of a block all of whose P vanish."""
 
 LEAST_SCALE = 2.0**-11
 """What is further below a row's largest score than float16 reaches vanishes with this, and may not with less."""
-
-ALONE = 1.0 + 2.0**-5
-"""A sum of so many times the largest P has next to nothing beside it."""
 
 SLACK = 2.0**-3
 """Above ``wary_exponent``: so much more of 48 keys that are alike is still less than 448."""
@@ -60,58 +42,7 @@ class FarHalfScoresSoftmax(HalfScoresSoftmax):
     no P of such a block may be made again: it is done where all largest scores and scales of the warp are numbers, or
     rows have no keys, and where no row near 0 has a scale below ``LEAST_SCALE`` or a shift so coarse that its largest P
     is above the aim by more than ``SLACK``.
-
-    ``risen`` are the exponents of the largest P of the rows in the last block in which a maximum has risen.
     """
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.risen = cute.make_rmem_tensor(1, Int32)
-
-    @cute.jit
-    def begin_walk(self, blocks: KeyBlocks):
-        HalfScoresSoftmax.begin_walk(self, blocks)
-        self.risen[0] = Int32(NOTHING)
-
-    @cute.jit
-    def _count_largest(self, exponents: Int32, rise: Int32):
-        """``finalize`` counts what they become. A row without a rise may have had a larger one."""
-        self.risen[0] = maximum_of_halves(subtract_halves(self.risen[0], rise), exponents)
-
-    @cute.jit
-    def _lower_largest(self, r: cutlass.Constexpr[int], octaves: Float32):
-        both = (octaves, Float32(0.0)) if const_expr(r == 0) else (Float32(0.0), octaves)
-        self.risen[0] = add_halves(self.risen[0], pack(*both, Float16))
-
-    @cute.jit
-    def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
-        """Where the last key that raised a row's maximum outweighs all others, the output has it as e4m3 rounds it."""
-        largest = unpack(
-            exp2_of_halves(self.risen[0], pin(Int32(ONES), Int32), pin(Int32(0), Int32)), Float16
-        )
-        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
-            p = largest[r]
-            if const_expr(self.polynomial_pairs > 0):
-                p = self._of_either(p, r, total)
-            # P may lie on another step of chords than p, whose exponent is rounded. It is no more than the sum.
-            rounding = rounding_of(cute.arch.fmin(p, total))
-            self.row_sum[r] = self.row_sum[r] + rounding * Float32(1.0 / LANES_PER_ROW)
-        HalfScoresSoftmax.finalize(self, inverse_sum, lse, head_kv, batch)
-
-    @cute.jit
-    def _of_either(self, p: Float32, r: cutlass.Constexpr[int], total: Float32) -> Float32:
-        """The largest P of row ``r``, which is ``p`` if its column is MUFU's.
-
-        Which columns these are nobody has kept. Where the row's sum is little more than the one or the other, it tells.
-        Else P is taken for one of chords, however few there are: the first key lies in one, and inputs like a model's
-        attend to that.
-        """
-        slopes, ceiling = (pin(Int32(x), Int32) for x in (SLOPES_OF_ONE, CEILING_OF_0))
-        by_chord = unpack(exp2_of_halves_by_chords(self.risen[0], slopes, ceiling), Float16)[r]
-        is_alone = total < cute.arch.fmax(by_chord, p) * Float32(ALONE)
-        is_nearer = cute.math.absf(total - p) < cute.math.absf(total - by_chord)
-        return p if is_alone and is_nearer else by_chord
 
     @cute.jit
     def _measure_first(self, acc_S: cute.Tensor, tops: tuple, scaled: list):

@@ -30,6 +30,7 @@ from cute_kernels.softmax import scale_row
 from hopper.forward.fp8.exp2 import (
     CEILING,
     EXPONENTS,
+    add_halves,
     ceiling_of_offset,
     exp2_of_halves,
     exp2_of_halves_by_chords,
@@ -94,6 +95,15 @@ def pair_of(x: float) -> int:
 CEILINGS, SIGNLESS = pair_of(CEILING), 0x7FFF7FFF
 """A pair of ``CEILING``, and what leaves the signs of a pair out."""
 
+NOTHING, ONES = pair_of(-float("inf")), pair_of(1.0)
+"""Exponents of 0, and a scale that changes nothing."""
+
+SLOPES_OF_ONE, CEILING_OF_0 = pair_of(-1.0 / EXPONENTS), pair_of(CEILING / EXPONENTS)
+"""What chords want of exponents as they are."""
+
+ALONE = 1.0 + 2.0**-5
+"""A sum of so many times the largest P has next to nothing beside it."""
+
 LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632
 """Of two words, side by side."""
 
@@ -118,7 +128,8 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     ``offset`` is 8 - shift as two float16 in a word, and shift is such that this is exact. Beyond ``farthest``, as
     before the first maximum, it is NaN, and so are P and their sum: then P comes from float32. So it does where
     float16 does not hold the scale. ``slopes`` and ``scales`` are a block's, as the exponentials
-    want them. ``words`` are P, (row, pair of columns), of ``pairs`` pairs in a row.
+    want them. ``words`` are P, (row, pair of columns), of ``pairs`` pairs in a row. ``risen`` are the exponents of the
+    largest P of the rows in the last block in which a wary warp has raised a maximum.
     """
 
     wary_blocks = 12
@@ -145,7 +156,12 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         self.offset = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
         self.words = cute.make_rmem_tensor((ROWS_PER_THREAD, pairs), Int32)
         self.slopes, self.scales = (cute.make_rmem_tensor(ROWS_PER_THREAD, Int32) for _ in range(2))
-        self.largest = cute.make_rmem_tensor(1, Int32)
+        self.largest, self.risen = (cute.make_rmem_tensor(1, Int32) for _ in range(2))
+
+    @cute.jit
+    def begin_walk(self, blocks: KeyBlocks):
+        StaleMaximumSoftmax.begin_walk(self, blocks)
+        self.risen[0] = Int32(NOTHING)
 
     @staticmethod
     def how_a_tile_begins(blocks: KeyBlocks) -> tuple[Any, Any]:
@@ -161,10 +177,6 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         for queries in self.queries:
             for r, factor in enumerate(queries.lower()):
                 self.tile_scale[r] = self.tile_scale[r] * factor
-
-    @cute.jit
-    def take_new_unit(self):
-        self._take_unit(self.new_unit[0])
 
     @cute.jit
     def exponentiate_by_stale_maximum(self, acc_S: cute.Tensor, r: cutlass.Constexpr[int]):
@@ -336,6 +348,11 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     @cute.jit
     def enter_block(self, slot: Int32):
         StaleMaximumSoftmax.enter_block(self, slot)
+        self._make_words_of_scales()
+
+    @cute.jit
+    def _make_words_of_scales(self):
+        """``slopes`` and ``scales`` of ``scale``."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             slope = self.scale[r] * Float32(-1.0 / EXPONENTS)
             self.slopes[r] = pack(slope, slope, Float16)
@@ -386,17 +403,53 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
     def _measure_first(self, acc_S: cute.Tensor, tops: tuple, scaled: list):
         """Where no float16 is the offset of a first maximum: nothing here, so that P comes from float32."""
 
+    @cute.jit
     def _count_largest(self, exponents: Int32, rise: Int32):
-        """The exponents of the largest P of both rows in a word, and by what their maxima have risen: nothing here."""
+        """Keep the exponents of the largest P of both rows, a word, whose maxima have risen by ``rise``: ``finalize``
+        counts what they become. A row without a rise may have had a larger one."""
+        self.risen[0] = maximum_of_halves(subtract_halves(self.risen[0], rise), exponents)
 
-    def _lower_largest(self, r: int, octaves: Float32):
-        """That of row ``r`` which ``_count_largest`` has kept is now 2^``octaves`` of what it was, none beside a new
-        maximum: nothing here."""
+    @cute.jit
+    def _lower_largest(self, r: cutlass.Constexpr[int], octaves: Float32):
+        """That of row ``r`` is now 2^``octaves`` of what it was, none beside a new maximum."""
+        both = (octaves, Float32(0.0)) if const_expr(r == 0) else (Float32(0.0), octaves)
+        self.risen[0] = add_halves(self.risen[0], pack(*both, Float16))
+
+    @cute.jit
+    def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
+        """Where the last key that raised a row's maximum outweighs all others, the output has it as e4m3 rounds it."""
+        largest = unpack(
+            exp2_of_halves(self.risen[0], pin(Int32(ONES), Int32), pin(Int32(0), Int32)), Float16
+        )
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
+            p = largest[r]
+            if const_expr(self.polynomial_pairs > 0):
+                p = self._of_either(p, r, total)
+            # P may lie on another step of chords than p, whose exponent is rounded. It is no more than the sum.
+            rounding = rounding_of(cute.arch.fmin(p, total))
+            self.row_sum[r] = self.row_sum[r] + rounding * Float32(1.0 / LANES_PER_ROW)
+        StaleMaximumSoftmax.finalize(self, inverse_sum, lse, head_kv, batch)
+
+    @cute.jit
+    def _of_either(self, p: Float32, r: cutlass.Constexpr[int], total: Float32) -> Float32:
+        """The largest P of row ``r``, which is ``p`` if its column is MUFU's.
+
+        Which columns these are nobody has kept. Where the row's sum is little more than the one or the other, it tells.
+        Else P is taken for one of chords, however few there are: the first key lies in one, and inputs like a model's
+        attend to that.
+        """
+        slopes, ceiling = (pin(Int32(x), Int32) for x in (SLOPES_OF_ONE, CEILING_OF_0))
+        by_chord = unpack(exp2_of_halves_by_chords(self.risen[0], slopes, ceiling), Float16)[r]
+        is_alone = total < cute.arch.fmax(by_chord, p) * Float32(ALONE)
+        is_nearer = cute.math.absf(total - p) < cute.math.absf(total - by_chord)
+        return p if is_alone and is_nearer else by_chord
 
     @cute.jit
     def _take_far_maxima(self, acc_S: cute.Tensor, n_block: Int32):
         """Where an offset goes beyond ``farthest``, or float16 does not hold a scale: P comes from float32 then."""
         self._take_maxima(self._scaled_maxima(acc_S), n_block)
+        self.risen[0] = Int32(NOTHING)
 
     @cute.jit
     def _scaled_maxima(self, acc_S: cute.Tensor) -> tuple[Float32, Float32]:
@@ -436,29 +489,6 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     def _sum_of_words(self, r: int) -> Float32:
         return sum_of_words([self.words[r, j] for j in range(self.words.shape[1])])
-
-
-class HalfScoresOfAnyCodes(HalfScoresSoftmax):
-    """``HalfScoresSoftmax`` on e4m3 tensors from elsewhere, of which nothing is promised.
-
-    P of a first block comes from float32, as after every maximum that a block did not keep: a row that sees a single
-    key then has its value exactly, where float16 leaves an error of up to a per cent. It shows in such tensors alone,
-    since their values were not rounded by us.
-    """
-
-    wary_exponent = 4
-    farthest = 256.0
-
-    def _lower_maxima_of_flat_tails(self, acc_S: cute.Tensor, n_block: Int32):
-        """Nothing: a single key that is visited first has a P of 2^6 here, so that a flat tail has some down to 15
-        octaves below it. To look for one cost head_dim 256 its lead where scores are peaky."""
-
-    @cute.jit
-    def take_first_maxima(self, operand: cute.Tensor, acc_S: cute.Tensor):
-        """P of a tile's first block, both rows by their maxima."""
-        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            self.take_maximum(acc_S, r, Boolean(True))
-            self.store_P(operand, acc_S, r)
 
 
 def rounding_of(x: Float32) -> Float32:

@@ -85,8 +85,8 @@ class LaggingSoftmax(StaleMaximumSoftmax):
 
     @cute.jit
     def take_scores(self, acc_S: cute.Tensor, is_first: cutlass.Constexpr[bool]):
-        self._take_unit(self.new_unit[0])
-        super().take_scores(acc_S, is_first)
+        self.take_new_unit()
+        StaleMaximumSoftmax.take_scores(self, acc_S, is_first)
         self.has_risen[0] = Int32(0 if is_first else 1)
 
     @cute.jit
@@ -183,6 +183,9 @@ class LaggingSoftmax(StaleMaximumSoftmax):
                 for r in cutlass.range_constexpr(ROWS_PER_THREAD):
                     self._take_largest(operand, acc_S, acc_O, r, polynomial_pairs=0)
 
+    def _find_scale_again(self, slot: Int32):
+        self._take_scale(self._read_slot(slot)[0])
+
     @cute.jit
     def _start_over(
         self, operand: cute.Tensor, acc_S: cute.Tensor, acc_O: cute.Tensor, place: tuple[Int32, Int32]
@@ -199,7 +202,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
             some = groups[first : first + GROUPS_AT_ONCE]
             self.scores.compute(acc_S, stage, some)
             tops = [_maximum_of_groups(acc_S, r, some, tops[r]) for r in range(ROWS_PER_THREAD)]
-        self._take_scale(self._read_slot(slot)[0])
+        self._find_scale_again(slot)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             lowered = over_lanes(tops[r], maximum_or_nan) * self.scale[r] + Float32(
                 P_EXPONENT - LEAST_MAXIMUM_EXPONENT
@@ -225,7 +228,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
         """P of some groups of 8 keys from their scores, measured from their maximum if it is a new one."""
         stage, slot = place
         self.scores.compute(acc_S, stage, groups)
-        self._take_scale(self._read_slot(slot)[0])
+        self._find_scale_again(slot)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             top = over_lanes(_maximum_of_groups(acc_S, r, groups, -Float32.inf), maximum_or_nan)
             shift = maximum_or_nan(multiply_rounded(top, self.scale[r]), self.shift[r])

@@ -101,9 +101,13 @@ class StaleMaximumSoftmax(ExactSoftmax):
         raise NotImplementedError
 
     @cute.jit
-    def enter_block(self, slot: Int32):
+    def _find_scales(self, slot: Int32):
         scale_k, self.new_unit[0] = self._read_slot(slot)
         self._take_scale(scale_k)
+
+    def take_new_unit(self):
+        """That of a block which takes its maximum as usual."""
+        self._take_unit(self.new_unit[0])
 
     @cute.jit
     def begin_scores(self, acc_S: cute.Tensor, n_block: Int32):
@@ -183,10 +187,14 @@ class StaleMaximumSoftmax(ExactSoftmax):
         the unit that it has. Where this vote stands, the sums of the rows are: ptxas moves none behind it."""
         has_more = Boolean(False)
         if const_expr(0 in rows):
-            has_more = self.new_unit[0] != self.unit[0]
+            has_more = self._has_new_unit()
         for r in cutlass.range_constexpr(len(rows)):
             has_more = has_more | self._needs_maximum(rows[r])
         return not cute.arch.vote_any_sync(has_more)
+
+    def _has_new_unit(self) -> Boolean:
+        """Whether O is in another unit than the block's."""
+        return self.new_unit[0] != self.unit[0]
 
     @cute.jit
     def needs_maximum(self) -> Boolean:

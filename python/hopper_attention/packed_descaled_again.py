@@ -1,0 +1,217 @@
+"""FP8 attention to packed e4m3 tensors with descales like those of an earlier call: what that found serves again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.plan.config import check_packed_size, plan_words
+from hopper_attention import checks, device_memory
+from hopper_attention._kernels import kept_argument
+from hopper_attention.descaled_again import Descales, Places, distinct, scale_at
+from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.few_packed_queries import served_alike
+from hopper_attention.fp8_rules import classes_of_lengths, packed_problem
+from hopper_attention.launch import at_once, transpose
+from hopper_attention.launch.at_once import Given, Part, Script, Step
+from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, current_device, index_of, no_vectors
+from hopper_attention.launch.few_packed_queries import (
+    FewPackedLaunch,
+    ReadyFewPacked,
+    find_packed_with_descales,
+)
+from hopper_attention.launch.packed_forward import OF_QUERIES
+from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
+from hopper_attention.layout import TMA_BYTES, make_packed_addressable
+from hopper_attention.lengths import Lengths
+from hopper_attention.like_calls import Remembered, may_be_like
+from hopper_attention.masks import CAUSAL_MASK, FULL_SIDES, NO_MASK
+from hopper_attention.packed_quantized import ONE_PER_SEQUENCE
+from hopper_attention.packing_rules import MOST_QUERIES
+from hopper_attention.plain_calls import is_plain_call
+from hopper_attention.problem import Fp8AttentionProblem
+from hopper_attention.quantized import E4M3
+from hopper_attention.value_parts import needs_parts
+
+Flags = tuple[Any, ...]
+"""causal, deterministic, backend, sm_margin, return_attn_probs and exact_lse of a call, and their types count."""
+
+Checked = tuple[bool, "str | None", int, bool, bool]
+"""causal, backend, sm_margin, whether the LSE is wanted, and whether exact."""
+
+Q, K, V, OUT, LSE, COUNTER, SCALE, STARTS_Q, STARTS_K, USED_K, PLAN, FIRST_DESCALE = range(12)
+"""Arguments of a script. V transposed comes behind the descales."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDescaledCall:
+    """What serves calls like an earlier one, without a window: ``script`` makes the plan and attends, in memory for
+    ``work``."""
+
+    device_index: int
+    script: Script
+    work: Pieces
+    out: Facts
+    lse: Facts
+    no_lse: Any
+    default_scale: float
+
+    def __call__(
+        self, tensors: tuple[Tensor, ...], lengths: Lengths, scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse; an lse that is not wanted has no elements. ``tensors`` are as ``distinct`` gives them."""
+        make, index = device_memory.empty_on_gpu, self.device_index
+        out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
+        counter = device_memory.tile_counter(index)
+        plan, *values = device_memory.work_memory(out.device, index, self.work).arguments
+        q, k, v, *descales = tensors
+        of_lengths = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k
+        self.script.run(q, k, v, out, lse, counter, scale, *of_lengths, plan, *descales, *values)
+        return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class FewPackedDescaledCall:
+    """The same where queries are few; ``places`` are those of descales among the tensors."""
+
+    device_index: int
+    launch: FewPackedLaunch | ReadyFewPacked
+    places: Places
+    default_scale: float
+
+    def __call__(
+        self, tensors: tuple[Tensor, ...], lengths: Lengths, scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = tensors[:3]
+        of_q, of_k, of_v = (None if place is None else tensors[place] for place in self.places)
+        descales = of_q, of_k, of_v
+        return self.launch(q, k, v, *lengths, scale, *FULL_SIDES, wants_lse, descales=descales)
+
+
+remembered: Remembered[PackedDescaledCall | FewPackedDescaledCall] = Remembered(REMEMBERED_CALLS)
+
+
+def attend(
+    q: Any, k: Any, v: Any, descales: Descales, lengths: Lengths, softmax_scale: Any, flags: Flags
+) -> tuple[Tensor, Tensor] | None:
+    """out and lse of a call without a window whose scores nothing changes, if one like it was made, and its GPU is the
+    current one; else None. None in a CUDA graph too, which would outlive constants that are kept with a call."""
+    longest_q, longest_k = lengths[4:]
+    if not (type(q) is type(k) is Tensor and type(longest_q) is type(longest_k) is int and may_be_like()):
+        return None
+    if longest_q < 1 or longest_k < 1 or k.dim() != q.dim() or k.dim() != 3:
+        return None
+    tensors, places = distinct(q, k, v, descales)
+    group, compared = _group_of(places, lengths, k.shape[0], flags), (*tensors, *lengths.different)
+    call = remembered.find_latest(group, *compared)
+    if call is None:
+        call = remembered.find((q.shape, k.shape, *group), *compared, group=group)
+    if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
+        return None
+    index = call.device_index
+    if current_device() != index or device_memory.records_graph(index):
+        return None
+    scale = call.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
+    return call(tensors, lengths, scale, wants_lse=bool(flags[4]))
+
+
+def remember(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    descales: Descales,
+    lengths: Lengths,
+    flags: Flags,
+    checked: Checked,
+) -> None:
+    """Keep a call that was made, of e4m3 tensors, if the kernels take these as they are."""
+    q, k, v = tensors
+    if not is_plain_call(q, k, v) or not q.is_cuda or device_memory.is_capturing(q.device):
+        return
+    given, places = distinct(q, k, v, descales)
+    compared = *given, *lengths.different
+    # One that requires a gradient gets none without gradients, and may be asked for one in a call that is like this.
+    if any(type(x) is not Tensor or x.requires_grad for x in compared):
+        return
+    is_empty = 0 in (*q.shape, *k.shape, *v.shape) or lengths.cu_seqlens_q.shape[0] < 2
+    if is_empty or lengths.seqused_q is not None:
+        return
+    key = q.shape, k.shape, *_group_of(places, lengths, k.shape[0], flags)
+    if not remembered.comes_again(key) or any(make_packed_addressable(x) is not x for x in (q, k, v)):
+        return
+    causal, backend, sm_margin, wants_lse, exact_lse = checked
+    mask = CAUSAL_MASK if causal else NO_MASK
+    few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin)
+    call: PackedDescaledCall | FewPackedDescaledCall
+    if few is not None:
+        serving = ReadyFewPacked.of(few, tensors, lengths, descales) or few
+        call = FewPackedDescaledCall(index_of(q.device), serving, places, few.call.softmax_scale)
+    elif needs_parts(v.shape[2]):
+        return
+    else:
+        problem = packed_problem(q.shape, v.shape, mask, lengths[4:], exact_lse, not wants_lse)
+        launch = find_packed_fp8(problem, q.device, backend, sm_margin)
+        if not isinstance(launch, PackedFp8Launcher) or not launch.config.lone_scales:
+            return
+        if not launch.config.v_rows and not transpose.are_packed_counted(v, lengths):
+            return
+        call = _call_of(launch, given, places, lengths, problem)
+    remembered.keep(key, call, *compared)
+
+
+def _group_of(places: Places, lengths: Lengths, total_k: int, flags: Flags) -> tuple[Any, ...]:
+    """Of calls that one would serve, but for the sizes of tensors; k has ``total_k`` rows. Bounds of lengths decide
+    on the kernel."""
+    longest_q, longest_k = lengths[4:]
+    few = served_alike(longest_q, longest_k, total_k) if longest_q <= MOST_QUERIES and total_k else None
+    classes = few, classes_of_lengths(longest_q, longest_k)
+    return places, flags, tuple(map(type, flags)), classes, lengths.pattern
+
+
+def _call_of(
+    launcher: PackedFp8Launcher,
+    tensors: tuple[Tensor, ...],
+    places: Places,
+    lengths: Lengths,
+    problem: Fp8AttentionProblem,
+) -> PackedDescaledCall:
+    """That of calls with tensors like these, of which the kernel reads the descales at ``places``."""
+    q, _, v, *descales = tensors
+    (total_q, heads, head_dim), (total_k, kv_heads, columns), device = q.shape, v.shape, q.device
+    config, batch = launcher.config, lengths.cu_seqlens_q.shape[0] - 1
+    check_packed_size("FP8 kernel", heads, batch, (total_q, total_k), config.tile_m)
+    unused = kept_argument(device_memory.no_lengths(device))
+    used_k = unused if lengths.seqused_k is None else Given(USED_K)
+    of_plan = total_q, total_k, config.tile_m, OF_QUERIES
+    starts = Given(STARTS_Q), Given(STARTS_K)
+    steps = [Step(launcher.planner.kernel, (*starts, unused, used_k, Given(PLAN), *of_plan))]
+    work: Pieces = (Piece((plan_words(total_q, batch, config.tile_m),), torch.int32),)
+    values: Given = Given(V)
+    if not config.v_rows:
+        keys = transpose.keys_of_packed(v, lengths)
+        values = Given(FIRST_DESCALE + len(descales))
+        work = *work, Piece((kv_heads, columns, keys), E4M3)
+        strides = total_k * v.stride(0), *v.stride()
+        of_v = Part(V, 0, ((1, *v.shape), strides, v.dtype))
+        filled = Part(values.number, 0, Piece((1, kv_heads, columns, keys), E4M3).facts)
+        kernel = transpose.find_packed(columns, device).kernel
+        steps.append(Step(kernel, (of_v, filled, Given(STARTS_K), used_k)))
+    group = heads // kv_heads
+    of_heads = group, 1, 1
+    of_q, of_k, of_v_scale = (
+        scale_at(place, tensors, (batch, kv_heads, n), FIRST_DESCALE)
+        for place, n in zip(places, of_heads, strict=True)
+    )
+    ones = kept_argument(device_memory.unit_scales(batch, kv_heads, device))
+    no_mean = kept_argument(no_vectors(batch, kv_heads, device))
+    no_lse = kept_argument(no_vectors(1, heads, device)[0])
+    read = Given(Q), Given(K), values, Given(OUT), Given(LSE), Given(COUNTER)
+    blocks = ONE_PER_SEQUENCE, ONE_PER_SEQUENCE, Given(SCALE)
+    behind = *NO_SIDES, Given(PLAN), batch + 1, launcher.num_ctas
+    steps.append(Step(launcher.kernel, (*read, of_q, of_k, ones, of_v_scale, no_mean, *blocks, *behind)))
+    out = Piece((total_q, heads, columns), problem.out_dtype).facts
+    lse = Piece((heads, total_q)).facts
+    return PackedDescaledCall(
+        launcher.device_index, at_once.make_script(steps), work, out, lse, no_lse, head_dim**-0.5
+    )

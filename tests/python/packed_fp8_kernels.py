@@ -1,0 +1,127 @@
+"""Stand-ins for the kernels of packed e4m3 tensors: they ask what compiled ones ask, and attend in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.plan.config import PlanConfig
+from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
+from hopper.transpose.config import TransposeConfig
+from hopper.widen.config import WidenConfig
+from hopper_attention.lengths import Lengths
+from hopper_attention.packed_quantization import transpose_packed
+from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, slot_of_key
+from tests.plans import Packed, plan_of
+from tests.python.fake_gpu import SMS
+from tests.python.test_decode_launch import DecodeKernels
+from tests.python.test_split_forward import attend_to_part
+
+E4M3 = torch.float8_e4m3fn
+
+
+def check_as_compiled(config: Fp8ForwardConfig, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
+    """What ``_packed_fp8_tensors`` of ``hopper.forward.compile`` asks of shapes, strides and addresses."""
+    out, lse, counter, of_q, of_k, of_v, of_out, mean = others
+    (total_q, heads, _), (total_k, kv_heads, _), codes = q.shape, k.shape, (q, k, v)
+    assert v.shape[: 2 if config.v_rows else 1] == ((total_k, kv_heads) if config.v_rows else (kv_heads,))
+    assert all(x.dtype == (torch.float16 if config.wide_codes else E4M3) for x in (q, k)) and v.dtype == E4M3
+    assert all(x.stride(2) == 1 and x.data_ptr() % 16 == 0 for x in codes)
+    assert all(step * x.itemsize % 16 == 0 for x in codes for step in x.stride()[:2])
+    assert out.shape[:2] == (total_q, heads) and out.dtype == torch.bfloat16 and out.stride(2) == 1
+    assert lse.shape in ((heads, total_q), (heads, 0)) and lse.stride(1) == 1 and counter.shape == (2,)
+    scales = of_q, of_k, of_v, of_out, mean
+    assert all(x.dtype == torch.float32 for x in (*scales, lse)) and mean.shape[2] == 0
+    # One size each, whatever it is.
+    assert of_q.shape[0] == of_k.shape[0] == of_v.shape[0] and of_out.shape[0] == mean.shape[0]
+    assert [x.shape[1] for x in scales] == [kv_heads if config.lone_scales else heads] + [kv_heads] * 4
+    assert all(x.stride(2) == 1 for x in scales[1 if config.lone_scales else 0 :])
+    assert mean.data_ptr() % 16 == 0 and all(step % 4 == 0 for step in mean.stride()[:2])
+    if config.lone_scales:
+        assert [x.shape[2] for x in scales[:4]] == [heads // kv_heads, 1, 1, 1]
+        # Those of V are factors of the output, which may be negative.
+        assert bool((of_v == 1).all())
+
+
+def factors(config: Fp8ForwardConfig, scales: tuple[Tensor, ...], sequence: int) -> list[Tensor]:
+    """Of each query head, and of each head of K and of V: as the kernel reads them, 1 behind the last sequence."""
+    of_q, of_k, of_v, of_out = scales
+    if not config.lone_scales:
+        of_q, of_k, of_v = (x[0].t()[..., None] for x in (of_q, of_k, of_v))
+    q, k, v, o = (
+        (x[sequence].flatten() if sequence < x.shape[0] else torch.ones(x[0].numel())).double()
+        for x in (of_q, of_k, of_v, of_out)
+    )
+    return [q, k, v * o]
+
+
+def keys_of_sequence(v: Tensor, record: list[int], sequence: int, v_rows: bool) -> Tensor:
+    """V in rows. Of one that is transposed, what fills the last step is zeros, whatever P is there."""
+    offset, count = record[2:]
+    if v_rows:
+        return v[offset : offset + count]
+    step = FP8_KEYS_PER_STEP
+    key = torch.arange(-(-count // step) * step)
+    slots = (offset // step + sequence + key // step) * step + slot_of_key(key % step)
+    rows = v[:, :, slots].permute(2, 0, 1)
+    assert not rows[count:].float().any()
+    return rows[:count]
+
+
+class Kernels:
+    """``launches`` are the names of what was launched, ``calls`` what attention was given, and ``decode`` the kernels
+    of few queries."""
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.decode = DecodeKernels()
+
+    def load(self, config: Any) -> Any:
+        kinds = {PlanConfig: self.plan, TransposeConfig: self.transpose, WidenConfig: self.widen}
+        if type(config) in kinds:
+            return kinds[type(config)]
+        assert isinstance(config, Fp8ForwardConfig) and config.layout == "varlen" and not config.window
+        return lambda *given: self.attend(config, *given)
+
+    def plan(self, *given: Any) -> None:
+        self.launches.append("plan")
+        starts_q, starts_k, used_q, used_k, plan, total_q, total_k, tile, rows = given
+        assert rows == 0 and all(x.dtype == torch.int32 and x.is_contiguous() for x in given[:5])
+        of_q, of_k = (
+            Packed(tuple(starts.tolist()), total, tuple(used.tolist()) or None)
+            for starts, used, total in ((starts_q, used_q, total_q), (starts_k, used_k, total_k))
+        )
+        plan.copy_(plan_of(of_q, of_k, tile))
+
+    def transpose(self, v: Tensor, transposed: Tensor, starts: Tensor, used: Tensor) -> None:
+        self.launches.append("transpose")
+        assert all(x.stride(3) == 1 and x.data_ptr() % 16 == 0 for x in (v, transposed))
+        lengths = Lengths(starts, starts, None, used if used.numel() else None, 0, 0)
+        transposed.copy_(transpose_packed(v[0], lengths)[None])
+
+    def widen(self, q: Tensor, k: Tensor, wide_q: Tensor, wide_k: Tensor) -> None:
+        wide_q.copy_(q.half())
+        wide_k.copy_(k.half())
+
+    @torch.no_grad()
+    def attend(self, config: Fp8ForwardConfig, *given: Any) -> None:
+        self.launches.append("attend")
+        check_as_compiled(config, *given[:11])
+        q, k, v, out, lse, _, *scales, _ = given[:11]
+        rows_q, rows_k, scale, *sides, plan, sequences, ctas = given[11:]
+        assert rows_q == rows_k == ONE_PER_SEQUENCE and sides == [None] * 3 and ctas == SMS
+        self.calls.append({"config": config, "scale": scale, "scales": scales, "lse": lse})
+        records = plan[4 : 4 + 4 * sequences].view(-1, 4).tolist()
+        for number, record in enumerate(records):
+            rows, keys = (slice(first, first + n) for first, n in (record[:2], record[2:]))
+            of_q, of_k, of_v = factors(config, tuple(scales), number)
+            values = keys_of_sequence(v, record, number, config.v_rows)
+            parts = q[rows].double() * of_q[:, None], k[keys].double() * of_k[:, None]
+            found = attend_to_part(
+                *parts, values.double() * of_v[:, None], scale, config.causal, None, (0, 1)
+            )
+            out[rows] = found[0].to(out.dtype)
+            lse[:, rows] = found[1].T[:, : lse.shape[1]].float()
