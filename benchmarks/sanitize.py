@@ -273,18 +273,21 @@ def wide_configs() -> tuple[WideForwardConfig, ...]:
 
 
 def run_fp8_case(config: Fp8ForwardConfig, device: str) -> str:
-    """``run_case`` for FP8: scales of rows and blocks and a mean of V if it comes transposed, else one scale a head."""
+    """``run_case`` for FP8: scales of rows and blocks and a mean of V, or one scale a head if V has rows, or the config
+    is to have that."""
     lengths = config.tile_m + 17, 2 * config.tile_n + 5
     q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.out_dtype)
     by_block = Fp8Quantization(block_k=config.tile_n, smooth_v=True)
     by_head = Fp8Quantization(granularity="head", smooth_v=False)
-    parts = quantize_qkv(q, k, v, quantization=by_head if config.v_rows else by_block)
+    is_by_head = config.v_rows or config.lone_scales
+    parts = quantize_qkv(q, k, v, quantization=by_head if is_by_head else by_block)
     values = parts.v.row_major().data if config.v_rows else parts.v.data
     ones = torch.ones(1, KV_HEADS, 1)
+    of_q = parts.q.scale
     scales = (
-        parts.q.scale,
+        of_q.unflatten(1, (KV_HEADS, -1))[..., 0] if config.lone_scales else of_q,
         parts.k.scale,
-        *((ones, parts.v.scale) if config.v_rows else (parts.v.scale, ones)),
+        *((ones, parts.v.scale) if is_by_head else (parts.v.scale, ones)),
         parts.mean_v if adds_mean(parts) else no_vectors(1, KV_HEADS, torch.device("cpu")),
     )
     results = poisoned_results(q, config.head_dim_v, q.dtype)
