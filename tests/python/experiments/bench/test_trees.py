@@ -39,7 +39,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 def test_every_cell_is_timed_in_turns(workers: list[tuple[str, str]]) -> None:
     cells = list(trees.list_cells(trees.KINDS, "bfloat16"))
     rows = trees.compare([Path("old"), Path("new")], cells, 3, NoGauge("no GPU"))
-    assert len(rows) == 4 * 36 + 18 and {row["ratio"] for row in rows} == {1.5}
+    assert len(rows) == 6 * 36 + 18 and {row["ratio"] for row in rows} == {1.5}
     assert (rows[0]["old_us"], rows[0]["new_us"], rows[0]["power_w"]) == (3.0, 2.0, None)
     # Both import, both prepare the first cell, then three rounds, the second the other way round.
     turns = [name for name, _ in Worker.asked[:10]]
@@ -56,7 +56,7 @@ def test_a_report_names_both_commits(
     path = tmp_path / "report.json"
     assert trees.main(["old", "new", "--commits", "aaa", "bbb", "--rounds", "2", "--json", str(path)]) == 0
     report = json.loads(path.read_text())
-    assert (report["old"], report["new"], len(report["cells"])) == ("aaa", "bbb", 162)
+    assert (report["old"], report["new"], len(report["cells"])) == ("aaa", "bbb", 234)
     assert "backward: 36 cells, old over new 1.5000" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         trees.main(["old"])
