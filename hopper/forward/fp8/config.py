@@ -71,7 +71,7 @@ class Fp8ForwardConfig(ForwardConfig):
     whose bits FP8 WGMMA keeps only a part in its sums. With ``wide_codes`` Q and K come as 16 bits, which have every
     number of e4m3, so that Q K^T is added up in float32 as well. With ``lowers_queries`` rows of Q are multiplied by
     powers of two first, so that scores in float16 serve any codes (``hopper.forward.fp8.lowered_queries``). With
-    ``lone_scales`` all keys of a head share a scale, and all values: a consumer reads them once a tile, in place of
+    ``lone_scales`` all rows of a head share a scale in Q, in K and in V: a consumer reads them once a tile, in place of
     once a block from shared memory. With ``run_blocks`` O goes to a sum in shared memory behind so many blocks, 0 for
     never (``hopper.forward.fp8.partial_sums``), and each ``mean_blocks`` of V, which divide these, may have lost a mean
     of their own.
@@ -291,7 +291,7 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def takes_lone_scales(self) -> bool:
-        """Of problems of any codes, whose P V is one sum."""
+        """Whether there is such a kernel: for codes of which nothing is promised, with one sum of P V."""
         is_of_any = self.softmax is not Softmax.HALF_SCORES or self.lowers_queries
         return is_of_any and not (self.two_level or self.wide_codes)
 

@@ -293,7 +293,7 @@ values around 1, blocks of 192 keys lose 17 % more than the emulation, of 96 key
 FP8_PACKED_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = FP8_HALF_ROW_TILINGS | {
     (MAX_HEAD_DIM, causal): FP8_HALF_ROW_TILINGS[MAX_HEAD_DIM, causal][1:] for causal in (False, True)
 }
-"""The same of packed sequences, which leave ``eager`` no registers at head_dim 256."""
+"""``FP8_HALF_ROW_TILINGS`` for packed sequences, which leave ``eager`` no registers at head_dim 256."""
 
 FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
 """By head_dim: queries of a key/value head up to which a kernel that transposes V on its way is faster than the one of
