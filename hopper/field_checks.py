@@ -32,6 +32,6 @@ def check_group(config: Any) -> None:
     if c.group not in (1, *GROUPS) or by_head or c.page_box or c.few_keys or not is_known:
         raise ValueError(
             f"group is {c.group} and split {c.split}, allowed: 1 and False, or without pages, few_keys and what is "
-            f"done to scores by head 1, {', '.join(map(str, GROUPS))} and either; of e4m3 where each block of a dense "
-            "problem takes its maximum"
+            f"done to scores by head 1, {', '.join(map(str, GROUPS))} and either; of e4m3 where each block takes its "
+            "maximum, and with the layout 'varlen' lone_scales"
         )

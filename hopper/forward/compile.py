@@ -119,7 +119,7 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     ``is_plain``, window_left, window_right, attention_chunk, plan and sequences do, as for ``compile_forward``. With
     the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d), vt (hk, dv, keys) with whole steps of 32
     keys for each sequence, or with ``v_rows`` (total_k, hk, dv), and lse (h, total_q or 0); sizes of the batch are
-    those of ``BlockScales``.
+    those of ``BlockScales``. With ``split`` out and lse are those of ``compile_forward``.
     """
     c = config
     is_packed = c.layout == VARLEN
@@ -175,12 +175,12 @@ def _packed_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
     total_q, total_k, keys, h, hk = (cute.sym_int() for _ in range(5))
     d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
     v_shape = (total_k, hk, dv) if config.v_rows else (hk, dv, keys)
+    whole = strided(out, (total_q, h, dv), 8), strided(Float32, (h, cute.sym_int()), 1)
     return (
         strided(codes, (total_q, h, d), step),
         strided(codes, (total_k, hk, d), step),
         strided(e4m3, v_shape, 16),
-        strided(out, (total_q, h, dv), 8),
-        strided(Float32, (h, cute.sym_int()), 1),
+        *(_results_in_parts() if config.split else whole),
         words(2),
         *(_lone_scales(hk) if config.lone_scales else _scales(cute.sym_int(), h, hk)),
         *_scales_of_outputs(cute.sym_int(), hk),

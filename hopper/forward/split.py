@@ -47,15 +47,24 @@ def part_of(seqlens: SeqlenInfo) -> Any:
     return seqlens.batch >> PART_SHIFT if seqlens.is_packed else seqlens.part
 
 
+def sequence_of(seqlens: SeqlenInfo) -> Any:
+    """The number of the sequence itself, of tiles in parts."""
+    return without_part(seqlens.batch) if seqlens.is_packed else seqlens.batch
+
+
+def without_part(number: Any) -> Any:
+    return number & ((1 << PART_SHIFT) - 1)
+
+
 class PartDenseSeqlens(DenseSeqlens):
     def of_tile(self, m_block: Any, batch: Any) -> PartSeqlenInfo:
-        number = batch & ((1 << PART_SHIFT) - 1)
-        return PartSeqlenInfo(self.seqlen_q, self.seqlen_k, number, part=batch >> PART_SHIFT)
+        part = batch >> PART_SHIFT
+        return PartSeqlenInfo(self.seqlen_q, self.seqlen_k, without_part(batch), part=part)
 
 
 class PartPackedSeqlens(PackedSeqlens):
     def of_tile(self, m_block: Int32, batch: Int32) -> SeqlenInfo:
-        s = self.of(batch & ((1 << PART_SHIFT) - 1))
+        s = self.of(without_part(batch))
         return SeqlenInfo(s.seqlen_q, s.seqlen_k, batch, s.offset_q, s.offset_k, is_packed=True)
 
 

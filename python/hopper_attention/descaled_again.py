@@ -18,6 +18,7 @@ from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, index
 from hopper_attention.launch.few_fp8 import FewFp8Launcher, find_with_descales
 from hopper_attention.launch.few_queries import FewQueriesLaunch, ReadyFewQueries
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher
+from hopper_attention.launch.split_forward import merge_in_script
 from hopper_attention.layout import TMA_BYTES, make_addressable
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import MaskSpec, Sides
@@ -198,7 +199,9 @@ def _call_of(
     filled: tuple[Given, Given] = Given(OUT), Given(LSE)
     behind: list[Step] = []
     for each in few:
-        filled, behind, of_parts = _parts_of(each, q, wants_lse, first + len(pieces))
+        filled, behind, of_parts = merge_in_script(
+            each.combine, each.sizes(q), filled, checks.FP8_OUT_DTYPE, wants_lse, first + len(pieces)
+        )
         pieces = *pieces, *of_parts
     of_q, of_k, of_v = (scale_at(place, tensors, (batch, kv_heads, 1)) for place in places)
     shared = None
@@ -218,20 +221,6 @@ def _call_of(
     out = Piece((batch, seqlen_q, heads, launcher.result.head_dim_v), launcher.result.dtype)
     results = out.facts, Piece((batch, heads, seqlen_q)).facts, no_lse
     return DescaledCall(launcher.device_index, script, pieces, shared, *results, head_dim**-0.5)
-
-
-def _parts_of(
-    few: FewFp8Launcher, q: Tensor, wants_lse: bool, first: int
-) -> tuple[tuple[Given, Given], list[Step], Pieces]:
-    """What attention of few queries fills, the launches behind it, and the memory of parts, from argument ``first``
-    on."""
-    if not few.combine:
-        return (Given(OUT), Given(LSE)), [], ()
-    parts, part_lse, no_lse = (Given(first + i) for i in range(3))
-    sizes = few.sizes(q)
-    merged = Part(LSE if wants_lse else no_lse.number, 0, sizes.lse)
-    steps = [Step(combine, (parts, part_lse, Given(OUT), merged)) for combine in few.combine]
-    return (parts, part_lse), steps, sizes.parts
 
 
 def _steps_before(

@@ -434,8 +434,8 @@ def config_of_few(
     """Of the forward kernel that serves a dense call on a Hopper GPU as ``few`` says, which is not ``NOT_FEW``."""
     q, k, v = specs
     if q.dtype == checks.FP8_DTYPE:
-        of_e4m3 = fp8_rules.few_queries_problem(q, v, mask.causal, few.group, few.tile_rows, few.splits > 1)
-        return fp8_rules.select_for(of_e4m3)
+        head_dims = q.shape[3], v.shape[3]
+        return fp8_rules.select_for(few.e4m3_problem(head_dims, mask.causal, is_packed=False))
     problem = problem_of(q, k, v, mask.causal, mask.sides, scores)
     config = select_for(
         grouped_problem(problem, q, k, few.group, few.split_rows), "hopper", HOPPER_CAPABILITY

@@ -1,14 +1,16 @@
-"""How long the kernels take that may serve a dense call of few queries of e4m3 with descales, by tiles and keys.
+"""How long the kernels take that may serve a call of few queries of e4m3 with descales, by tiles and keys.
 
-All numbers are microseconds on an H200, found by timing 800 random calls, each in up to sixteen ways
-(``fp8_few_queries_ways.json``).
+All numbers are microseconds on an H200, found by timing 800 random dense calls, each in up to sixteen ways
+(``fp8_few_queries_ways.json``), and 695 of packed tensors (``fp8_few_packed_tiles.json``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
-from hopper.forward.fp8.tilings import FEW_QUERIES, FEW_QUERIES_IN_PARTS
+from cute_kernels.problem import DENSE, VARLEN
+from hopper.forward.fp8.tilings import FEW_QUERIES, few_queries_tilings
 from hopper_attention.few_queries_times import COLUMNS, MOST_SEQUENCES, DecodeTimes
 from hopper_attention.kvcache_checks import CacheShape
 from hopper_attention.packing_rules import FORWARD_ROWS, MULTIPROCESSORS
@@ -40,6 +42,8 @@ class FewTimes:
 
 
 FEW = FewTimes(2.8, 2.0, 0.35, 1.5, 0.0064, 3.1, 0.011, 3.1)
+FEW_PACKED = FewTimes(6.1, 1.5, 0.3, 1.0, 0.0077, 3.1, 0.011, 3.3)
+"""Of packed sequences, with their plan."""
 
 KEYS: dict[int, dict[int, float]] = {
     64: {64: 0.004, 192: 0.0101},
@@ -54,13 +58,30 @@ CTAS: dict[int, dict[int, int]] = {
 }
 """The same: CTAs that share a multiprocessor."""
 
-USUAL_START, USUAL_TILE, USUAL_TILE_COLUMNS = 3.5, 2.1, 0.32
+
+@dataclass(frozen=True)
+class UsualTimes:
+    """Of the kernels for any number of queries, with a head a tile: to start, and as ``FewTimes`` has them."""
+
+    start: float
+    tile: float
+    tile_columns: float
+
+
+USUAL, USUAL_OF_PACKED = UsualTimes(3.5, 2.1, 0.32), UsualTimes(6.9, 2.1, 0.32)
 USUAL_KEYS = {64: 0.0069, 128: 0.0095, 256: 0.0124}
-"""Of the kernels for any number of queries, with a head a tile; the last by head_dim, for a key of a tile."""
+"""By head_dim, for a key of a tile of these."""
 
 SWAPPED = DecodeTimes(4.0, 1.75, 0.0098)
 """Of the decode kernel, for so few rows that it multiplies them as operand B."""
 
+SWAPPED_OF_PACKED = {8: DecodeTimes(6.0, 1.7, 0.007), 16: DecodeTimes(9.0, 1.7, 0.007)}
+"""The same of packed sequences, by the rows of that operand."""
+
+
+MOST_TIMES_MEAN = 3
+"""The longest of packed sequences counts as no more than so many times their mean: bounds of lengths may be loose, and
+parts for keys that are not there cost more than parts that are missing."""
 
 MOST_PARTS = 127
 """That a number of a tile's sequence has room for (``hopper.forward.split.PART_SHIFT``)."""
@@ -71,43 +92,50 @@ def native_size(shape: CacheShape) -> int:
     return min(size for size in FEW_QUERIES if size >= max(shape.head_dim, shape.head_dim_v))
 
 
-def usual_cost(shape: CacheShape) -> float:
-    """Of a tile for each head."""
-    tiles = shape.batch * shape.heads * -(-shape.seqlen_q // FORWARD_ROWS)
-    turns = -(-tiles // MULTIPROCESSORS)
-    columns = USUAL_TILE_COLUMNS * shape.head_dim / COLUMNS
-    return USUAL_START + turns * (USUAL_TILE + columns + shape.seqlen_k * USUAL_KEYS[native_size(shape)])
+def usual_cost(shape: CacheShape, mean_k: float) -> float:
+    """Of a tile for each head; ``mean_k`` are the keys of a sequence, of which ``shape`` has a bound."""
+    times = USUAL_OF_PACKED if shape.is_packed_q else USUAL
+    turns = -(-_tiles(shape, 1, FORWARD_ROWS) // MULTIPROCESSORS)
+    columns = times.tile_columns * shape.head_dim / COLUMNS
+    keys = max(turns * mean_k, _longest(shape, mean_k))
+    return times.start + turns * (times.tile + columns) + keys * USUAL_KEYS[native_size(shape)]
 
 
-def swapped_cost(shape: CacheShape) -> float:
+def swapped_cost(shape: CacheShape, mean_k: float) -> float:
     """Of the decode kernel."""
+    times = SWAPPED
+    if shape.is_packed_q:
+        times = SWAPPED_OF_PACKED[min(rows for rows in SWAPPED_OF_PACKED if rows >= shape.rows_a_kv_head)]
     tiles = shape.batch * shape.kv_heads / MULTIPROCESSORS
-    of_keys = tiles * shape.seqlen_k * SWAPPED.key * shape.head_dim / COLUMNS
-    return SWAPPED.start + max(tiles, 1.0) * SWAPPED.tile + of_keys
+    of_keys = tiles * mean_k * times.key * shape.head_dim / COLUMNS
+    return times.start + max(tiles, 1.0) * times.tile + of_keys
 
 
-def few_cost(shape: CacheShape, group: int, splits: int, tile_rows: int) -> float:
+def few_cost(shape: CacheShape, mean_k: float, group: int, splits: int, tile_rows: int) -> float:
     """Of tiles of ``tile_rows`` rows, which are of ``group`` heads, with keys in ``splits`` parts."""
+    times = FEW_PACKED if shape.is_packed_q else FEW
     native, wide = native_size(shape), shape.head_dim / COLUMNS
     ctas, key = CTAS[native][tile_rows], KEYS[native][tile_rows]
     tiles = _tiles(shape, group, tile_rows) * splits
     of_one = -(-tiles // MULTIPROCESSORS)
-    key *= FEW.alone if of_one < ctas else 1.0
-    read = FEW.read * wide * shape.batch * shape.kv_heads * shape.seqlen_k / MULTIPROCESSORS
-    of_tile = FEW.tile + wide * FEW.tile_columns * tile_rows / FORWARD_ROWS
-    of_keys = max(of_one * _longest_part(shape, tile_rows, splits) * key, read)
-    cost = FEW.start + -(-of_one // ctas) * of_tile + of_keys
+    key *= times.alone if of_one < ctas else 1.0
+    read = times.read * wide * shape.batch * shape.kv_heads * mean_k / MULTIPROCESSORS
+    of_tile = times.tile + wide * times.tile_columns * tile_rows / FORWARD_ROWS
+    longest = _longest_part(shape, mean_k, tile_rows, splits)
+    mean_part = longest * mean_k / _longest(shape, mean_k)
+    of_keys = max(of_one * mean_part * key, longest * key, read)
+    cost = times.start + -(-of_one // ctas) * of_tile + of_keys
     if splits > 1:
         columns = splits * shape.heads * shape.total_q * shape.head_dim / 2**20
-        cost += FEW.merge + FEW.merge_part * splits + FEW.merge_column * columns
+        cost += times.merge + times.merge_part * splits + times.merge_column * columns
     return cost
 
 
-def numbers_of_parts(shape: CacheShape, group: int, tile_rows: int) -> set[int]:
+def numbers_of_parts(shape: CacheShape, mean_k: float, group: int, tile_rows: int) -> set[int]:
     """Those worth trying: one, what fills the multiprocessors in part or several times, what leaves a part few key
     blocks; each is the least whose longest part is as long."""
     slots = MULTIPROCESSORS * CTAS[native_size(shape)][tile_rows]
-    filling, blocks = slots / _tiles(shape, group, tile_rows), _blocks_of_parts(shape, tile_rows)
+    filling, blocks = slots / _tiles(shape, group, tile_rows), _blocks_of_parts(shape, mean_k, tile_rows)
     most = min(MOST_PARTS, blocks, MOST_SEQUENCES // shape.batch)
     tried = {int(filling * share) for share in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)}
     tried |= {-(-blocks // of_a_part) for of_a_part in (1, 2, 3, 4)}
@@ -115,18 +143,32 @@ def numbers_of_parts(shape: CacheShape, group: int, tile_rows: int) -> set[int]:
     return {1, *(-(-blocks // -(-blocks // number)) for number in within if number > 1)}
 
 
-def _longest_part(shape: CacheShape, tile_rows: int, splits: int) -> int:
+def _longest(shape: CacheShape, mean_k: float) -> float:
+    """Keys of the longest sequence, as far as that is known."""
+    return min(shape.seqlen_k, MOST_TIMES_MEAN * mean_k)
+
+
+def _longest_part(shape: CacheShape, mean_k: float, tile_rows: int, splits: int) -> float:
     """Keys of the longest of so many parts, which have whole blocks."""
     if splits == 1:
-        return shape.seqlen_k
-    tile_n = FEW_QUERIES_IN_PARTS[native_size(shape)][tile_rows].tile_n
-    return -(-_blocks_of_parts(shape, tile_rows) // splits) * tile_n
+        return _longest(shape, mean_k)
+    return -(-_blocks_of_parts(shape, mean_k, tile_rows) // splits) * _tile_n_of_parts(shape, tile_rows)
 
 
-def _blocks_of_parts(shape: CacheShape, tile_rows: int) -> int:
+def _blocks_of_parts(shape: CacheShape, mean_k: float, tile_rows: int) -> int:
     """Key blocks of a sequence, where keys are in parts."""
-    return -(-shape.seqlen_k // FEW_QUERIES_IN_PARTS[native_size(shape)][tile_rows].tile_n)
+    return ceil(_longest(shape, mean_k) / _tile_n_of_parts(shape, tile_rows))
+
+
+def _tile_n_of_parts(shape: CacheShape, tile_rows: int) -> int:
+    layout = VARLEN if shape.is_packed_q else DENSE
+    return few_queries_tilings(layout, split=True)[native_size(shape)][tile_rows].tile_n
 
 
 def _tiles(shape: CacheShape, group: int, tile_rows: int) -> int:
-    return shape.batch * (shape.heads // group) * -(-shape.seqlen_q * group // tile_rows)
+    """Tiles of all sequences, at most."""
+    heads, rows = shape.heads // group, shape.seqlen_q * group
+    tiles = shape.batch * -(-rows // tile_rows)
+    if shape.is_packed_q:
+        tiles = min(tiles, shape.batch + shape.total_q * group // tile_rows)
+    return heads * tiles

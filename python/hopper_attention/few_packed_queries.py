@@ -1,5 +1,5 @@
-"""Packed calls of few queries, which the decode kernel serves: K and V are a cache of one page, in which each sequence
-has a left pad, where its keys begin, and a length, where they end."""
+"""Packed calls of few queries, which the decode kernel may serve: K and V are a cache of one page then, in which each
+sequence has a left pad, where its keys begin, and a length, where they end."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ def find_few_packed(
     mask: MaskSpec,
     scores: ScoreKind,
     sm_margin: int,
+    *,
+    in_e4m3: bool = False,
 ) -> FewQueries:
     """As ``few_queries.find_few``, of q, k and v of many sequences; ``lengths`` are those of ``specs_of``, ``longest``
     bounds of their lengths in q and in k."""
@@ -44,7 +46,7 @@ def find_few_packed(
     total_k, kv_heads, head_dim_v = v.shape
     shapes = q.shape, (longest_alike(total_k), kv_heads, head_dim_v), cu_seqlens_q.shape[0] - 1
     longest = served_alike(*longest, total_k)
-    return _find_few_packed(shapes, longest, q.dtype, q.device, mask, scores, sm_margin)
+    return _find_few_packed(shapes, longest, q.dtype, q.device, mask, scores, sm_margin, in_e4m3)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -56,6 +58,7 @@ def _find_few_packed(
     mask: MaskSpec,
     scores: ScoreKind,
     sm_margin: int,
+    in_e4m3: bool,
 ) -> FewQueries:
     """``find_few_packed`` of all keys that are served alike; ``longest`` are queries and keys of a sequence."""
     q_shape, v_shape, batch = shapes
@@ -80,4 +83,4 @@ def _find_few_packed(
     call = CacheCall(
         shape, mask, head_dim**-0.5, scores, backend="hopper", sm_margin=sm_margin, wants_lse=True
     )
-    return fastest(call, min(total_k / batch, shape.seqlen_k), in_e4m3=False)
+    return fastest(call, min(total_k / batch, shape.seqlen_k), in_e4m3)

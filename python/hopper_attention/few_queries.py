@@ -18,7 +18,7 @@ import torch
 from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from hopper.field_checks import GROUPS
 from hopper.forward.fp8.tilings import FEW_QUERIES
-from hopper_attention.checks import FP8_DTYPE, TensorSpec
+from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, TensorSpec
 from hopper_attention.decode_rules import select_decode, why_not_on_hopper
 from hopper_attention.few_e4m3_times import few_cost, native_size, numbers_of_parts, swapped_cost, usual_cost
 from hopper_attention.few_queries_times import best_splits, decode_cost, forward_cost
@@ -27,6 +27,7 @@ from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_s
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS
 from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
 from hopper_attention.packing_rules import MOST_QUERIES
+from hopper_attention.problem import Fp8AttentionProblem
 from hopper_attention.scores import ScoreKind
 
 NOTE = (
@@ -65,6 +66,21 @@ class FewQueries:
         """What ``explain`` says of the forward kernel."""
         of_parts = f"few queries: {self.splits} CTAs visit a part of a tile's keys each, which a second kernel adds up"
         return ((NOTE_ON_GROUPS,) if self.group > 1 else ()) + ((of_parts,) if self.splits > 1 else ())
+
+    def e4m3_problem(self, head_dims: tuple[int, int], causal: bool, is_packed: bool) -> Fp8AttentionProblem:
+        """That of e4m3 tensors with descales, of which ``tile_rows`` are known; ``head_dims`` are those of Q and V."""
+        return Fp8AttentionProblem(
+            FP8_DTYPE,
+            FP8_OUT_DTYPE,
+            *head_dims,
+            causal,
+            is_packed=is_packed,
+            group=self.group,
+            split_rows=self.tile_rows if self.splits > 1 else 0,
+            v_rows=True,
+            transposes=True,
+            tile_rows=self.tile_rows,
+        )
 
 
 NOT_FEW = FewQueries()
@@ -135,7 +151,7 @@ def fastest(call: CacheCall, mean_k: float, in_e4m3: bool) -> FewQueries:
     """What takes least time for a call, by count; ``mean_k`` are the keys of a sequence, ``in_e4m3`` is that of
     ``find_few``."""
     if call.shape.dtype == FP8_DTYPE and in_e4m3 and not call.mask.has_window and has_e4m3_tiles(call.shape):
-        return fastest_in_e4m3(call)
+        return fastest_in_e4m3(call, mean_k)
     of_forward = fastest_forward(call, mean_k)
     is_served = not why_not_on_hopper(call) and is_faster(call, mean_k, of_forward)
     return FewQueries(call) if is_served else of_forward
@@ -162,18 +178,18 @@ def has_e4m3_tiles(shape: CacheShape) -> bool:
     return max(sizes) <= MAX_HEAD_DIM and not any(size % HEAD_DIM_STEP for size in sizes)
 
 
-def fastest_in_e4m3(call: CacheCall) -> FewQueries:
-    """``fastest`` of dense e4m3 tensors with descales, without a window."""
+def fastest_in_e4m3(call: CacheCall, mean_k: float) -> FewQueries:
+    """``fastest`` of e4m3 tensors with descales, without a window."""
     shape = call.shape
     whole = shape.heads // shape.kv_heads
-    found = [(usual_cost(shape), NOT_FEW)]
+    found = [(usual_cost(shape, mean_k), NOT_FEW)]
     for group in {1, whole} if whole in GROUPS else (1,):
         for tile_rows in FEW_QUERIES[native_size(shape)]:
-            for splits in numbers_of_parts(shape, group, tile_rows):
+            for splits in numbers_of_parts(shape, mean_k, group, tile_rows):
                 few = FewQueries(None, group, splits, tile_rows=tile_rows)
-                found.append((few_cost(shape, group, splits, tile_rows), few))
+                found.append((few_cost(shape, mean_k, group, splits, tile_rows), few))
     if not why_not_on_hopper(call) and select_decode(call).is_swapped:
-        found.append((swapped_cost(shape), FewQueries(call)))
+        found.append((swapped_cost(shape, mean_k), FewQueries(call)))
     return min(found, key=lambda each: each[0])[1]
 
 

@@ -30,7 +30,7 @@ from hopper_attention.backends import (
     why_not_ampere,
     why_not_hopper,
 )
-from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE, TensorSpec
+from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem, longest_alike
 
@@ -289,10 +289,10 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     Its ``v_rows`` says whether the kernel transposes V. Where V comes in rows and it does not, a kernel before it does.
     """
     p = problem
+    layout = VARLEN if p.is_packed else DENSE
     if p.tile_rows:
         sizes = p.head_dim, p.head_dim_v, p.causal, DTYPE_NAMES[p.out_dtype]
-        return select_fp8_few_queries_config(*sizes, p.group, p.tile_rows, p.split_rows > 0)
-    layout = VARLEN if p.is_packed else DENSE
+        return select_fp8_few_queries_config(*sizes, p.group, p.tile_rows, p.split_rows > 0, layout)
     flags = p.transposes, p.two_level, p.half_scores, p.has_window
     options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse, p.few_tiles
     dtype = DTYPE_NAMES[p.out_dtype]
@@ -300,25 +300,6 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     if p.lone_scales and config.takes_lone_scales:
         return with_lone_scales(config)
     return with_runs(config, p.longest_k)
-
-
-def few_queries_problem(
-    q: TensorSpec, v: TensorSpec, causal: bool, group: int, tile_rows: int, in_parts: bool
-) -> Fp8AttentionProblem:
-    """That of dense e4m3 tensors with descales, with ``group`` query heads in the rows of a tile, whose keys may be in
-    parts."""
-    return Fp8AttentionProblem(
-        FP8_DTYPE,
-        checks.FP8_OUT_DTYPE,
-        q.shape[3],
-        v.shape[3],
-        causal,
-        group=group,
-        split_rows=tile_rows if in_parts else 0,
-        v_rows=True,
-        transposes=True,
-        tile_rows=tile_rows,
-    )
 
 
 def describe_lse(config: Any) -> tuple[str, ...]:

@@ -18,13 +18,11 @@ from hopper_attention.fp8_rules import classes_of_lengths, packed_problem
 from hopper_attention.launch import at_once, transpose
 from hopper_attention.launch.at_once import Given, Part, Script, Step
 from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, current_device, index_of, no_vectors
-from hopper_attention.launch.few_packed_queries import (
-    FewPackedLaunch,
-    ReadyFewPacked,
-    find_packed_with_descales,
-)
+from hopper_attention.launch.few_packed_fp8 import FewPackedFp8Launcher, find_packed_with_descales
+from hopper_attention.launch.few_packed_queries import FewPackedLaunch, ReadyFewPacked
 from hopper_attention.launch.packed_forward import OF_QUERIES
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
+from hopper_attention.launch.split_forward import merge_in_script
 from hopper_attention.layout import TMA_BYTES, make_packed_addressable
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -32,7 +30,6 @@ from hopper_attention.masks import CAUSAL_MASK, FULL_SIDES, NO_MASK
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE
 from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.plain_calls import is_plain_call
-from hopper_attention.problem import Fp8AttentionProblem
 from hopper_attention.quantized import E4M3
 from hopper_attention.value_parts import needs_parts
 
@@ -43,13 +40,13 @@ Checked = tuple[bool, "str | None", int, bool, bool]
 """causal, backend, sm_margin, whether the LSE is wanted, and whether exact."""
 
 Q, K, V, OUT, LSE, COUNTER, SCALE, STARTS_Q, STARTS_K, USED_K, PLAN, FIRST_DESCALE = range(12)
-"""Arguments of a script. V transposed comes behind the descales."""
+"""Arguments of a script. Behind the descales comes V transposed, or parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedDescaledCall:
-    """What serves calls like an earlier one, without a window: ``script`` makes the plan and attends, in memory for
-    ``work``."""
+    """What serves calls like an earlier one, without a window: ``script`` makes the plan, attends and adds parts up, in
+    memory for ``work``."""
 
     device_index: int
     script: Script
@@ -75,7 +72,7 @@ class PackedDescaledCall:
 
 @dataclass(frozen=True, slots=True)
 class FewPackedDescaledCall:
-    """The same where queries are few; ``places`` are those of descales among the tensors."""
+    """The same by the decode kernel; ``places`` are those of descales among the tensors."""
 
     device_index: int
     launch: FewPackedLaunch | ReadyFewPacked
@@ -135,16 +132,18 @@ def remember(
     if any(type(x) is not Tensor or x.requires_grad for x in compared):
         return
     is_empty = 0 in (*q.shape, *k.shape, *v.shape) or lengths.cu_seqlens_q.shape[0] < 2
-    if is_empty or lengths.seqused_q is not None:
+    if is_empty or lengths.seqused_q is not None or 0 in lengths[4:]:
         return
     key = q.shape, k.shape, *_group_of(places, lengths, k.shape[0], flags)
     if not remembered.comes_again(key) or any(make_packed_addressable(x) is not x for x in (q, k, v)):
         return
     causal, backend, sm_margin, wants_lse, exact_lse = checked
     mask = CAUSAL_MASK if causal else NO_MASK
-    few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin)
+    few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin, not exact_lse)
     call: PackedDescaledCall | FewPackedDescaledCall
-    if few is not None:
+    if isinstance(few, FewPackedFp8Launcher):
+        call = _call_of(few.attention, given, places, lengths, wants_lse, (few,))
+    elif few is not None:
         serving = ReadyFewPacked.of(few, tensors, lengths, descales) or few
         call = FewPackedDescaledCall(index_of(q.device), serving, places, few.call.softmax_scale)
     elif needs_parts(v.shape[2]):
@@ -156,7 +155,7 @@ def remember(
             return
         if not launch.config.v_rows and not transpose.are_packed_counted(v, lengths):
             return
-        call = _call_of(launch, given, places, lengths, problem)
+        call = _call_of(launch, given, places, lengths, wants_lse)
     remembered.keep(key, call, *compared)
 
 
@@ -174,19 +173,22 @@ def _call_of(
     tensors: tuple[Tensor, ...],
     places: Places,
     lengths: Lengths,
-    problem: Fp8AttentionProblem,
+    wants_lse: bool,
+    few: tuple[FewPackedFp8Launcher, ...] = (),
 ) -> PackedDescaledCall:
-    """That of calls with tensors like these, of which the kernel reads the descales at ``places``."""
+    """That of calls with tensors like these, of which the kernel reads the descales at ``places``; ``few`` is empty, or
+    has the launcher of few queries that ``launcher`` is of."""
     q, _, v, *descales = tensors
     (total_q, heads, head_dim), (total_k, kv_heads, columns), device = q.shape, v.shape, q.device
     config, batch = launcher.config, lengths.cu_seqlens_q.shape[0] - 1
-    check_packed_size("FP8 kernel", heads, batch, (total_q, total_k), config.tile_m)
+    tile = config.tile_queries
+    check_packed_size("FP8 kernel", heads, batch, (total_q, total_k), tile)
     unused = kept_argument(device_memory.no_lengths(device))
     used_k = unused if lengths.seqused_k is None else Given(USED_K)
-    of_plan = total_q, total_k, config.tile_m, OF_QUERIES
+    of_plan = total_q, total_k, tile, OF_QUERIES
     starts = Given(STARTS_Q), Given(STARTS_K)
     steps = [Step(launcher.planner.kernel, (*starts, unused, used_k, Given(PLAN), *of_plan))]
-    work: Pieces = (Piece((plan_words(total_q, batch, config.tile_m),), torch.int32),)
+    work: Pieces = (Piece((plan_words(total_q, batch, tile),), torch.int32),)
     values: Given = Given(V)
     if not config.v_rows:
         keys = transpose.keys_of_packed(v, lengths)
@@ -194,11 +196,20 @@ def _call_of(
         work = *work, Piece((kv_heads, columns, keys), E4M3)
         strides = total_k * v.stride(0), *v.stride()
         of_v = Part(V, 0, ((1, *v.shape), strides, v.dtype))
-        filled = Part(values.number, 0, Piece((1, kv_heads, columns, keys), E4M3).facts)
+        transposed = Part(values.number, 0, Piece((1, kv_heads, columns, keys), E4M3).facts)
         kernel = transpose.find_packed(columns, device).kernel
-        steps.append(Step(kernel, (of_v, filled, Given(STARTS_K), used_k)))
-    group = heads // kv_heads
-    of_heads = group, 1, 1
+        steps.append(Step(kernel, (of_v, transposed, Given(STARTS_K), used_k)))
+    filled: tuple[Given, Given] = Given(OUT), Given(LSE)
+    behind: list[Step] = []
+    for each in few:
+        # The plan, which is the first piece of work, has a place of its own.
+        first = FIRST_DESCALE + len(descales) + len(work) - 1
+        sizes = each.sizes(q.shape, columns)
+        filled, behind, of_parts = merge_in_script(
+            each.combine, sizes, filled, checks.FP8_OUT_DTYPE, wants_lse, first
+        )
+        work = *work, *of_parts
+    of_heads = heads // (kv_heads * config.group), 1, 1
     of_q, of_k, of_v_scale = (
         scale_at(place, tensors, (batch, kv_heads, n), FIRST_DESCALE)
         for place, n in zip(places, of_heads, strict=True)
@@ -206,11 +217,12 @@ def _call_of(
     ones = kept_argument(device_memory.unit_scales(batch, kv_heads, device))
     no_mean = kept_argument(no_vectors(batch, kv_heads, device))
     no_lse = kept_argument(no_vectors(1, heads, device)[0])
-    read = Given(Q), Given(K), values, Given(OUT), Given(LSE), Given(COUNTER)
+    read = Given(Q), Given(K), values, *filled, Given(COUNTER)
     blocks = ONE_PER_SEQUENCE, ONE_PER_SEQUENCE, Given(SCALE)
-    behind = *NO_SIDES, Given(PLAN), batch + 1, launcher.num_ctas
-    steps.append(Step(launcher.kernel, (*read, of_q, of_k, ones, of_v_scale, no_mean, *blocks, *behind)))
-    out = Piece((total_q, heads, columns), problem.out_dtype).facts
+    options = *NO_SIDES, Given(PLAN), batch + 1, launcher.num_ctas
+    steps.append(Step(launcher.kernel, (*read, of_q, of_k, ones, of_v_scale, no_mean, *blocks, *options)))
+    steps += behind
+    out = Piece((total_q, heads, columns), checks.FP8_OUT_DTYPE).facts
     lse = Piece((heads, total_q)).facts
     return PackedDescaledCall(
         launcher.device_index, at_once.make_script(steps), work, out, lse, no_lse, head_dim**-0.5

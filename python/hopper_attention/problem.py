@@ -78,7 +78,7 @@ class Fp8AttentionProblem(AttentionProblem):
             is transposed before.
         without_lse: nobody gets the LSE, so that scores that do not fit float16 may be made to, and more of those that
             fit lie in it (``select_fp8_forward_config``).
-        tile_rows: rows of a tile where queries are few (``fp8_rules.few_queries_problem``); 0 elsewhere.
+        tile_rows: rows of a tile where queries are few (``few_queries.FewQueries``); 0 elsewhere.
         few_tiles: so few queries that tiles of fewer rows leave fewer multiprocessors without one (``are_few_tiles``).
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hopper_attention.checks import FP8_OUT_DTYPE
 from hopper_attention.launch.base import without_rows
 from hopper_attention.launch.dequantized import attend_packed_dequantized
-from hopper_attention.launch.few_packed_queries import find_packed_with_descales
+from hopper_attention.launch.few_packed_fp8 import find_packed_with_descales
 from hopper_attention.launch.packed_fp8 import attend_packed
 from hopper_attention.launch.varlen import run_varlen, run_varlen_backward
 from hopper_attention.lengths import Lengths
@@ -130,7 +130,7 @@ def forward_varlen_fp8(
         out, lse = attend_packed_dequantized(whole, *options_16)
         return out, lse if wants_lse else without_rows(lse)
 
-    few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin)
+    few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin, not exact_lse)
     if few is not None:
         out, lse = few(q, k, v, *lengths, softmax_scale, *window, wants_lse=wants_lse, descales=descales)
         return out, lse if wants_lse else q.new_empty((q.shape[1], 0), dtype=torch.float32)

@@ -138,10 +138,16 @@ def explain_varlen(
     served_by: forward_rules.Config | DecodeConfig = config
     if choice.backend == "hopper" and qv is None:
         given_specs = whole["q"], whole["k"], whole["v"]
-        few = find_few_packed(given_specs, specs_of(lengths), lengths[4:], mask, scores.kind, sm_margin)
+        of_few, in_e4m3 = (mask, scores.kind, sm_margin), is_fp8 and not exact_lse
+        few = find_few_packed(given_specs, specs_of(lengths), lengths[4:], *of_few, in_e4m3=in_e4m3)
     if few.call is None and few != few_queries.NOT_FEW:
-        of_few = replace(problem, group=few.group, split_rows=few.split_rows)
-        served_by = config = forward_rules.select_for(of_few, choice.backend, target.capability)
+        if is_fp8 and not in_16_bits:
+            head_dims = q.shape[2], v.shape[2]
+            config = fp8_rules.select_for(few.e4m3_problem(head_dims, mask.causal, is_packed=True))
+        else:
+            grouped = replace(problem, group=few.group, split_rows=few.split_rows)
+            config = forward_rules.select_for(grouped, choice.backend, target.capability)
+        served_by = config
         notes = (*notes, *few.notes)
     if few.call is not None:
         served_by, notes = serving_config(few.call), (*notes, few_queries.NOTE)

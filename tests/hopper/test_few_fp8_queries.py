@@ -3,45 +3,111 @@ without a GPU."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from hopper.config import SMEM_BYTES
+from cute_kernels.problem import DENSE, VARLEN
+from hopper.config import SMEM_BYTES, validate_forward_config
+from hopper.field_checks import GROUPS
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.tilings import (
     FEW_QUERIES,
-    FEW_QUERIES_IN_PARTS,
+    few_queries_tilings,
     select_fp8_few_queries_config,
+    select_fp8_forward_config,
 )
+from hopper_attention.packed_quantized import PackedQuantizedQKV
 from hopper_attention.quantized import E4M3, QuantizedQKV
 from hopper_attention.quantizers import from_descales
 from hopper_attention.reference import attention_naive
 from tests.compile_pool import usage_of_each
+from tests.cute_kernels.packing import Packing
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import fp8_forward_on_numpy
+from tests.hopper.packed_fp8 import packed_fp8_forward_on_numpy, packed_fp8_parts_on_numpy
 from tests.hopper.split_on_numpy import fp8_parts_on_numpy
+from tests.hopper.test_fp8_packed import with_descales
 from tests.hopper.test_grouped import merged
 
 LATE = Timing(is_late=True, seed=1)
 SCALES = 0.5, 2.0, 3.0
 """Of q, k and v of the first head; of the second they are twice these."""
 
-COMPILED = tuple(
-    select_fp8_few_queries_config(head_dim, head_dim, causal, "bfloat16", group, rows, split)
-    for split, tables in ((False, FEW_QUERIES), (True, FEW_QUERIES_IN_PARTS))
-    for head_dim, tiles in tables.items()
-    for rows in tiles
-    for causal in (False, True)
-    for group in (1, 8)
-)
+LAYOUTS = DENSE, VARLEN
+
+
+def configs_of(groups: tuple[int, ...]) -> tuple[Fp8ForwardConfig, ...]:
+    """All that may be selected with so many heads in a tile."""
+    return tuple(
+        select_fp8_few_queries_config(head_dim, head_dim, causal, "bfloat16", group, rows, split, layout)
+        for layout in LAYOUTS
+        for split in (False, True)
+        for head_dim, tiles in few_queries_tilings(layout, split).items()
+        for rows in tiles
+        for causal in (False, True)
+        for group in groups
+    )
+
+
+COMPILED = configs_of((1, 8))
 
 
 def test_no_register_is_spilled() -> None:
     usages = usage_of_each(COMPILED)
     assert {c.name: usage for c, usage in usages.items() if usage.spills or usage.stack_bytes} == {}
-    assert all(usage.shared_bytes <= SMEM_BYTES for usage in usages.values()) and len(usages) == 56
+    assert all(usage.shared_bytes <= SMEM_BYTES for usage in usages.values()) and len(usages) == 112
+
+
+def test_what_is_selected() -> None:
+    """Of each number of heads, and of rows of a tile; selecting validates."""
+    every = configs_of((1, *GROUPS))
+    assert len({config.name for config in every}) == len(every) == 7 * len(COMPILED) // 2
+    for config in every:
+        assert config.v_rows and config.lone_scales and config.takes_groups
+        assert config.tile_queries * config.group == config.tile_m
+        assert config.softmax in (Softmax.EXACT, Softmax.EAGER)
+    for layout, split in itertools.product(LAYOUTS, (False, True)):
+        for head_dim, tiles in few_queries_tilings(layout, split).items():
+            assert set(tiles) == set(FEW_QUERIES[head_dim])
+            for size, rows in itertools.product((16, head_dim - 16, head_dim), tiles):
+                sizes = (size, head_dim), (head_dim, size)
+                chosen = [
+                    select_fp8_few_queries_config(*both, False, "bfloat16", 4, rows, split, layout)
+                    for both in (*sizes, (head_dim, head_dim))
+                ]
+                assert len(set(chosen)) == 1 and chosen[0].layout == layout and chosen[0].split == split
+                assert (chosen[0].tile_m, chosen[0].tile_n) == (rows, tiles[rows].tile_n)
+    with pytest.raises(ValueError, match="head_dim is 257, allowed: at most 256"):
+        select_fp8_few_queries_config(257, 64, False, "bfloat16", 4, 64, False, VARLEN)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_no_kernel_can_be_built_from(layout: str) -> None:
+    whole = select_fp8_few_queries_config(128, 128, True, "bfloat16", 8, 64, False, layout)
+    for changed in ({"group": 3}, {"group": 128}, {"group": 0}):
+        with pytest.raises(ValueError, match=r"group is .* and split False, allowed"):
+            validate_forward_config(replace(whole, **changed))
+    for group, split in ((8, False), (1, True), (8, True)):
+        config = replace(whole, group=group, split=split, lone_scales=False)
+        if layout == DENSE:
+            validate_forward_config(config)
+            continue
+        with pytest.raises(ValueError, match=rf"group is {group} and split {split}, .* lone_scales"):
+            validate_forward_config(config)
+    validate_forward_config(replace(whole, group=1, lone_scales=False))
+    with pytest.raises(ValueError, match="split is True, allowed with a window"):
+        validate_forward_config(replace(whole, split=True, window=True))
+    half = select_fp8_forward_config(
+        128, 128, True, "bfloat16", 2000, v_rows=True, layout=layout, without_lse=True
+    )
+    assert half.softmax is Softmax.HALF_SCORES and half.lone_scales
+    with pytest.raises(ValueError, match=r"group is 8 and split False, .* takes its maximum"):
+        validate_forward_config(replace(half, group=8))
 
 
 def draw(
@@ -111,3 +177,67 @@ def test_keys_in_parts(
     found, lse = fp8_parts_on_numpy(config, parts, 0.05, splits, 3, LATE)
     out, lse = merged(found, lse)
     check((out, lse.transpose(1, 2)), attention_naive(*values, causal=causal, softmax_scale=0.05))
+
+
+LENGTHS = [(21, 200), (0, 40), (9, 0), (1, 1), (5, 330)]
+TAIL = (7, 13)
+PACKED = [
+    # head_dim, rows of a tile, causal, group
+    (64, 192, True, 8),
+    (64, 64, False, 2),
+    (80, 64, True, 1),
+    (128, 192, True, 4),
+    (128, 128, False, 16),
+    (128, 64, True, 64),
+    (256, 64, False, 4),
+    (256, 128, True, 2),
+    (208, 128, False, 1),
+]
+
+
+def draw_packed(head_dim: int, group: int) -> tuple[PackedQuantizedQKV, Packing]:
+    """Of two K/V heads, and of fewer queries where each has many rows; with NaN in rows of no sequence."""
+    lengths = LENGTHS if group < 16 else [(rows // 5, keys) for rows, keys in LENGTHS]
+    packing = Packing.of(lengths, TAIL if group < 16 else (1, 1))
+    return with_descales(packing, (2 * group, 2), head_dim), packing
+
+
+def check_packed(found: tuple[Tensor, Tensor], parts: PackedQuantizedQKV, causal: bool) -> None:
+    """Each sequence alone; rows of none are 0 and -inf."""
+    out, lse = found
+    exact = torch.zeros(out.shape, dtype=torch.float64)
+    exact_lse = torch.full(lse.shape, -math.inf, dtype=torch.float64)
+    for (rows, keys), one in parts.sequences():
+        if rows.start < rows.stop and keys.start < keys.stop:
+            values = (x.dequantize(torch.float32) for x in (one.q, one.k, one.v))
+            of_one = attention_naive(*values, causal=causal)
+            exact[rows.slice], exact_lse[:, rows.slice] = of_one[0][0], of_one[1][0]
+    check((out[None], lse[None]), (exact[None], exact_lse[None]))
+
+
+@pytest.mark.parametrize("head_dim,tile_rows,causal,group", PACKED)
+def test_heads_in_a_tile_of_packed_sequences(head_dim: int, tile_rows: int, causal: bool, group: int) -> None:
+    parts, packing = draw_packed(head_dim, group)
+    config = select_fp8_few_queries_config(
+        head_dim, head_dim, causal, "bfloat16", group, tile_rows, split=False, layout=VARLEN
+    )
+    plan = packing.plan(config.tile_queries)
+    found = packed_fp8_forward_on_numpy(config, parts, plan, head_dim**-0.5, 3, LATE)
+    check_packed(found, parts, causal)
+
+
+@pytest.mark.parametrize(
+    "head_dim,tile_rows,causal,group,splits", [(*case, 2 + 3 * (i % 2)) for i, case in enumerate(PACKED)]
+)
+def test_keys_of_packed_sequences_in_parts(
+    head_dim: int, tile_rows: int, causal: bool, group: int, splits: int
+) -> None:
+    """Some parts have no key. Scales are those of a sequence, whose number has the part beside it."""
+    parts, packing = draw_packed(head_dim, group)
+    config = select_fp8_few_queries_config(
+        head_dim, head_dim, causal, "bfloat16", group, tile_rows, split=True, layout=VARLEN
+    )
+    plan = packing.plan(config.tile_queries)
+    found = packed_fp8_parts_on_numpy(config, parts, plan, head_dim**-0.5, splits, 3, LATE)
+    out, lse = merged(*(x[:, 0] for x in found))
+    check_packed((out, lse.T), parts, causal)

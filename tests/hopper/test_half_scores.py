@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hopper.config import validate_forward_config
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.softmax.half import HalfScoresSoftmax
 from hopper.forward.fp8.tilings import scores_fit_half, select_fp8_forward_config
+from hopper.forward.tilings import ANY_LENGTH
 from hopper_attention.quantized import QuantizedQKV
 from hopper_attention.reference import attention_naive
 from tests.hopper import test_lagging_softmax
@@ -181,9 +184,23 @@ def test_how_a_tile_begins(window: Window, m_block: int, visited: int, wary: lis
     """Of 4096 keys and queries, in blocks of 128 and tiles of 192: without a mask wary in three blocks; else where
     rows have their first keys, and in two blocks behind, of which the second says something of the scores."""
     blocks = BlockRange(192, 128, window).of(m_block, SeqlenInfo(4096, 4096))
-    settled_from, calm_from = HalfScoresSoftmax.how_a_tile_begins(blocks)
+    usual: Any = HalfScoresSoftmax
+    settled_from, calm_from = usual.how_a_tile_begins(usual, blocks)
     assert blocks.count == visited and settled_from == settled
     assert [n for n in range(blocks.last - 1, blocks.begin - 1, -1) if n > calm_from] == wary
+
+
+@pytest.mark.parametrize(("head_dim", "wary"), [(128, [0, 0, 1, 1, 3]), (256, [1, 1, 2, 3, 3])])
+def test_how_a_short_tile_begins(head_dim: int, wary: list[int]) -> None:
+    """With descales, of 4 to 24 whole blocks."""
+    config = select_fp8_forward_config(
+        head_dim, head_dim, False, "bfloat16", ANY_LENGTH, v_rows=True, without_lse=True
+    )
+    softmax: Any = SimpleNamespace(blocks_a_wary_block=config.blocks_a_wary_block)
+    for count, expected in zip((4, 6, 8, 12, 24), wary, strict=True):
+        blocks = BlockRange(128, 128, Window()).of(0, SeqlenInfo(128, 128 * count))
+        _, calm_from = HalfScoresSoftmax.how_a_tile_begins(softmax, blocks)
+        assert blocks.last - 1 - calm_from == expected
 
 
 def test_a_scale_that_float16_does_not_hold() -> None:

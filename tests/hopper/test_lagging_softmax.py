@@ -269,7 +269,7 @@ def test_a_warp_that_is_wary_without_need(monkeypatch: pytest.MonkeyPatch) -> No
     parts = quantized(q, k, v)
     usual = check(parts)
     monkeypatch.setattr(lagging, "KEYS_A_WARY_BLOCK", 1)
-    monkeypatch.setattr(half, "BLOCKS_A_WARY_BLOCK", 1)
+    monkeypatch.setattr(half.HalfScoresSoftmax, "blocks_a_wary_block", 1)
     program = parse(compile_ptx(config_of()))
     monkeypatch.setattr(on_numpy, "program_of", lambda _: program)
     wary = check(parts)

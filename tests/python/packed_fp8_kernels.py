@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.plan.config import PlanConfig
+from cute_kernels.combine.config import CombineConfig
+from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, PlanConfig, plan_words
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.transpose.config import TransposeConfig
 from hopper.widen.config import WidenConfig
+from hopper_attention import compile_cache, descaled_again, device_memory, packed_descaled_again
+from hopper_attention.launch import decode, few_packed_fp8, few_packed_queries, fp8, transpose
 from hopper_attention.lengths import Lengths
 from hopper_attention.packed_quantization import transpose_packed
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, slot_of_key
 from tests.plans import Packed, plan_of
-from tests.python.fake_gpu import SMS
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
 from tests.python.test_decode_launch import DecodeKernels
+from tests.python.test_split_forward import Kernels as KernelsIn16Bits
 from tests.python.test_split_forward import attend_to_part
 
 E4M3 = torch.float8_e4m3fn
+LAUNCHING = fp8, few_packed_fp8, decode, transpose
+"""Modules that ask which GPU there is."""
 
 
 def check_as_compiled(config: Fp8ForwardConfig, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
@@ -30,8 +39,13 @@ def check_as_compiled(config: Fp8ForwardConfig, q: Tensor, k: Tensor, v: Tensor,
     assert all(x.dtype == (torch.float16 if config.wide_codes else E4M3) for x in (q, k)) and v.dtype == E4M3
     assert all(x.stride(2) == 1 and x.data_ptr() % 16 == 0 for x in codes)
     assert all(step * x.itemsize % 16 == 0 for x in codes for step in x.stride()[:2])
-    assert out.shape[:2] == (total_q, heads) and out.dtype == torch.bfloat16 and out.stride(2) == 1
-    assert lse.shape in ((heads, total_q), (heads, 0)) and lse.stride(1) == 1 and counter.shape == (2,)
+    assert out.stride(-1) == lse.stride(-1) == 1 and counter.shape == (2,)
+    if config.split:
+        assert out.shape[:-1] == lse.shape and lse.shape[1:] == (1, total_q, heads)
+        assert out.dtype == torch.float32 and all(step % 4 == 0 for step in out.stride()[:-1])
+    else:
+        assert out.shape[:2] == (total_q, heads) and out.dtype == torch.bfloat16
+        assert lse.shape in ((heads, total_q), (heads, 0))
     scales = of_q, of_k, of_v, of_out, mean
     assert all(x.dtype == torch.float32 for x in (*scales, lse)) and mean.shape[2] == 0
     # One size each, whatever it is.
@@ -40,13 +54,14 @@ def check_as_compiled(config: Fp8ForwardConfig, q: Tensor, k: Tensor, v: Tensor,
     assert all(x.stride(2) == 1 for x in scales[1 if config.lone_scales else 0 :])
     assert mean.data_ptr() % 16 == 0 and all(step % 4 == 0 for step in mean.stride()[:2])
     if config.lone_scales:
-        assert [x.shape[2] for x in scales[:4]] == [heads // kv_heads, 1, 1, 1]
+        assert [x.shape[2] for x in scales[:4]] == [heads // (kv_heads * config.group), 1, 1, 1]
         # Those of V are factors of the output, which may be negative.
         assert bool((of_v == 1).all())
 
 
 def factors(config: Fp8ForwardConfig, scales: tuple[Tensor, ...], sequence: int) -> list[Tensor]:
-    """Of each query head, and of each head of K and of V: as the kernel reads them, 1 behind the last sequence."""
+    """Of each query head, and of each head of K and of V: as the kernel reads them, 1 behind the last sequence. Heads
+    of a tile share one."""
     of_q, of_k, of_v, of_out = scales
     if not config.lone_scales:
         of_q, of_k, of_v = (x[0].t()[..., None] for x in (of_q, of_k, of_v))
@@ -54,7 +69,18 @@ def factors(config: Fp8ForwardConfig, scales: tuple[Tensor, ...], sequence: int)
         (x[sequence].flatten() if sequence < x.shape[0] else torch.ones(x[0].numel())).double()
         for x in (of_q, of_k, of_v, of_out)
     )
-    return [q, k, v * o]
+    return [q.repeat_interleave(config.group), k, v * o]
+
+
+def sequences_of(plan: Tensor, sequences: int, total_q: int, tile: int) -> list[list[int]]:
+    """Where rows and keys of each lie, for which there are to be as many tiles of ``tile`` rows as it takes."""
+    assert plan.numel() == plan_words(total_q, sequences - 1, tile)
+    behind = PLAN_HEADER + RECORD * sequences
+    records = plan[PLAN_HEADER:behind].view(-1, RECORD).tolist()
+    entries = plan[behind : behind + ENTRY * int(plan[0])].view(-1, ENTRY)[:, 0]
+    tiles = [-(-rows // tile) for _, rows, *_ in records]
+    assert torch.bincount(entries, minlength=sequences).tolist() == tiles
+    return records
 
 
 def keys_of_sequence(v: Tensor, record: list[int], sequence: int, v_rows: bool) -> Tensor:
@@ -78,6 +104,10 @@ class Kernels:
         self.launches: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.decode = DecodeKernels()
+        self._merge = KernelsIn16Bits().merge
+
+    def load_serving(self, config: Any) -> Any:
+        return self.merge if isinstance(config, CombineConfig) else self.decode.load(config)
 
     def load(self, config: Any) -> Any:
         kinds = {PlanConfig: self.plan, TransposeConfig: self.transpose, WidenConfig: self.widen}
@@ -112,16 +142,53 @@ class Kernels:
         check_as_compiled(config, *given[:11])
         q, k, v, out, lse, _, *scales, _ = given[:11]
         rows_q, rows_k, scale, *sides, plan, sequences, ctas = given[11:]
-        assert rows_q == rows_k == ONE_PER_SEQUENCE and sides == [None] * 3 and ctas == SMS
-        self.calls.append({"config": config, "scale": scale, "scales": scales, "lse": lse})
-        records = plan[4 : 4 + 4 * sequences].view(-1, 4).tolist()
+        assert rows_q == rows_k == ONE_PER_SEQUENCE and sides == [None] * 3
+        assert ctas == SMS * config.ctas_per_sm
+        splits = out.shape[0] if config.split else 1
+        self.calls.append({"config": config, "scale": scale, "scales": scales, "lse": lse, "splits": splits})
+        records = sequences_of(plan, sequences, q.shape[0], config.tile_queries)
         for number, record in enumerate(records):
             rows, keys = (slice(first, first + n) for first, n in (record[:2], record[2:]))
             of_q, of_k, of_v = factors(config, tuple(scales), number)
             values = keys_of_sequence(v, record, number, config.v_rows)
-            parts = q[rows].double() * of_q[:, None], k[keys].double() * of_k[:, None]
-            found = attend_to_part(
-                *parts, values.double() * of_v[:, None], scale, config.causal, None, (0, 1)
-            )
-            out[rows] = found[0].to(out.dtype)
-            lse[:, rows] = found[1].T[:, : lse.shape[1]].float()
+            whole = q[rows].double() * of_q[:, None], k[keys].double() * of_k[:, None]
+            given = *whole, values.double() * of_v[:, None], scale, config.causal, None
+            for part in range(splits):
+                found, found_lse = attend_to_part(*given, (part, splits))
+                if config.split:
+                    out[part, 0, rows], lse[part, 0, rows] = found, found_lse
+                else:
+                    out[rows], lse[:, rows] = found, found_lse.T[:, : lse.shape[1]]
+
+    def merge(self, *given: Tensor) -> None:
+        self.launches.append("merge")
+        parts, part_lse, out, lse = given
+        assert out.dtype == torch.bfloat16 and all(x.dtype == torch.float32 for x in (parts, part_lse, lse))
+        assert parts.shape[:-1] == part_lse.shape and part_lse.shape[1:] == lse.shape == out.shape[:-1]
+        assert parts.shape[-1] == out.shape[-1]
+        for x in (parts, out):
+            assert x.stride(-1) == 1 and all(step % 4 == 0 for step in x.stride()[:-1])
+        self._merge(*given)
+
+
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
+    """For a fixture: those of a pretended H200. What is new is NaN."""
+    fake = Kernels()
+    pretend(monkeypatch, *LAUNCHING)
+    empty, on_gpu = torch.empty, device_memory.empty_on_gpu
+    monkeypatch.setattr(torch, "empty", lambda *a, **b: poisoned(empty(*a, **b)))
+    monkeypatch.setattr(device_memory, "empty_on_gpu", lambda *facts: poisoned(on_gpu(*facts)))
+    for name in ("get_forward", "get_quantize"):
+        monkeypatch.setattr(compile_cache, name, fake.load)
+    monkeypatch.setattr(compile_cache, "get_serving", fake.load_serving)
+    for module in (packed_descaled_again, few_packed_queries):
+        monkeypatch.setattr(module, "current_device", lambda: torch.cuda.current_device())
+    for module in (descaled_again, packed_descaled_again, few_packed_queries):
+        monkeypatch.setattr(module, "kept_argument", lambda x: x)
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    yield fake
+    forget_launchers()
+
+
+def poisoned(x: Tensor) -> Tensor:
+    return x.fill_(math.nan) if x.dtype.is_floating_point else x

@@ -358,7 +358,7 @@ def test_numbers_of_parts() -> None:
         for seqlen_q, group in ((1, 64), (9, 4), (256, 1)):
             shape = shape_of((batch, seqlen_q, seqlen_k), (64, 1), head_dim)
             for rows, tile in FEW_QUERIES_IN_PARTS[native_size(shape)].items():
-                numbers = numbers_of_parts(shape, group, rows)
+                numbers = numbers_of_parts(shape, seqlen_k, group, rows)
                 most = min(-(-seqlen_k // tile.tile_n), 2**20 // batch, MOST_PARTS)
                 assert 1 in numbers and min(numbers) > 0 and max(numbers) <= max(most, 1)
     assert MOST_PARTS <= MAX_SPLITS
@@ -367,13 +367,14 @@ def test_numbers_of_parts() -> None:
 def test_times_of_parts() -> None:
     """Few tiles take less time in more parts, until the GPU is full."""
     shape = shape_of((1, 40, 2**15), (8, 2))
-    times = {splits: few_cost(shape, 4, splits, 64) for splits in range(1, 65)}
+    times = {splits: few_cost(shape, 2**15, 4, splits, 64) for splits in range(1, 65)}
     falling = [times[2**i] for i in range(5)] + [times[43]]
-    assert falling == sorted(falling, reverse=True) and 8 * times[43] < times[1] < usual_cost(shape)
+    assert falling == sorted(falling, reverse=True) and 8 * times[43] < times[1] < usual_cost(shape, 2**15)
     assert times[43] <= 1.02 * min(times.values()) and times[64] > 1.1 * times[43]
     # Tiles that fill the GPU are in one part.
     shape = shape_of((64, 16, 1024), (32, 4))
-    assert 2 * few_cost(shape, 8, 1, 128) < min(few_cost(shape, 8, n, 128) for n in range(2, 9))
+    of_one, *of_parts = (few_cost(shape, 1024, 8, n, 128) for n in range(1, 9))
+    assert 2 * of_one < min(of_parts)
 
 
 def test_parts_are_as_many_as_pay() -> None:
@@ -387,9 +388,10 @@ def test_parts_are_as_many_as_pay() -> None:
         few, whole = few_of(sizes, heads), heads[0] // heads[1]
         shape = shape_of((*sizes[:2], few_queries.longest_alike(sizes[2])), heads)
         ways = itertools.product({1, whole}, range(1, 65), FEW_QUERIES[128])
-        best = min(few_cost(shape, *way) for way in ways)
-        cost = few_cost(shape, few.group, few.splits, few.tile_rows)
-        assert few.call is None and few.splits > 1 and cost <= 1.05 * best and cost < usual_cost(shape)
+        best = min(few_cost(shape, shape.seqlen_k, *way) for way in ways)
+        cost = few_cost(shape, shape.seqlen_k, few.group, few.splits, few.tile_rows)
+        assert few.call is None and few.splits > 1
+        assert cost <= 1.05 * best and cost < usual_cost(shape, shape.seqlen_k)
 
 
 def test_no_few_queries() -> None:

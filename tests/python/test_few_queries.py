@@ -24,7 +24,7 @@ from hopper_attention import (
     flash_attn_varlen_func,
     ops,
 )
-from hopper_attention.launch import decode, few_fp8, forward, varlen
+from hopper_attention.launch import decode, few_fp8, few_packed_fp8, forward, varlen
 from hopper_attention.launch import few_packed_queries as packed_launch
 from hopper_attention.launch import few_queries as launch
 from hopper_attention.masks import NO_MASK
@@ -41,9 +41,9 @@ BF16 = torch.bfloat16
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeKernels]:
     """Those of a pretended H200, which has no kernel of the forward pass."""
     fake = DecodeKernels()
-    pretend(monkeypatch, forward, decode, few_fp8, varlen, packed_launch)
+    pretend(monkeypatch, forward, decode, few_fp8, few_packed_fp8, varlen)
     monkeypatch.setattr(decode, "index_of", lambda device: 0)
-    for module in (few_fp8, packed_launch):
+    for module in (few_fp8, few_packed_fp8):
         monkeypatch.setattr(module, "why_not_hopper", lambda target: "")
     monkeypatch.setattr(packed_launch, "kept_argument", lambda tensor: tensor)
     monkeypatch.setattr(compile_cache, "get_serving", fake.load)

@@ -14,54 +14,37 @@ from torch import Tensor
 
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
-from hopper_attention import (
-    compile_cache,
-    descaled_again,
-    device_memory,
-    explain_varlen,
-    flash_attn_varlen_func,
-    packed_descaled_again,
-    varlen,
-)
-from hopper_attention.launch import decode, fp8, transpose
-from hopper_attention.launch import few_packed_queries as few_launch
+from hopper_attention import device_memory, few_queries, packed_descaled_again, varlen
+from hopper_attention.few_queries import FewQueries
 from tests.python.fake_gpu import forget_launchers, pretend
-from tests.python.packed_fp8_kernels import E4M3, Kernels
+from tests.python.packed_fp8_calls import (
+    DESCALES,
+    Bounds,
+    apart,
+    attend,
+    attend_again,
+    check,
+    check_launches,
+    descales,
+    draw_call,
+    exact_of,
+    explain,
+    plan_of_call,
+    refuse,
+)
+from tests.python.packed_fp8_kernels import E4M3, LAUNCHING, Kernels, pretended
 from tests.python.varlen_cases import Case, offsets
-
-DESCALES = "q_descale", "k_descale", "v_descale"
-Bounds = tuple[int, int]
-attend: Any = flash_attn_varlen_func
-explain: Any = explain_varlen
-"""Of any arguments, wrong ones too."""
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    """Those of a pretended H200. What is new is NaN."""
-    fake = Kernels()
-    pretend(monkeypatch, fp8, few_launch, decode, transpose)
-    empty, on_gpu = torch.empty, device_memory.empty_on_gpu
-    monkeypatch.setattr(torch, "empty", lambda *a, **b: poisoned(empty(*a, **b)))
-    monkeypatch.setattr(device_memory, "empty_on_gpu", lambda *facts: poisoned(on_gpu(*facts)))
-    for name in ("get_forward", "get_quantize"):
-        monkeypatch.setattr(compile_cache, name, fake.load)
-    monkeypatch.setattr(compile_cache, "get_serving", fake.decode.load)
-    for module in (packed_descaled_again, few_launch):
-        monkeypatch.setattr(module, "current_device", lambda: torch.cuda.current_device())
-    for module in (descaled_again, packed_descaled_again, few_launch):
-        monkeypatch.setattr(module, "kept_argument", lambda x: x)
-    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    yield fake
-    forget_launchers()
-
-
-def poisoned(x: Tensor) -> Tensor:
-    return x.fill_(math.nan) if x.dtype.is_floating_point else x
+    """Those of a pretended H200, of which the decode kernel serves few queries. What is new is NaN."""
+    monkeypatch.setattr(few_queries, "fastest_in_e4m3", lambda call, mean_k: FewQueries(call))
+    yield from pretended(monkeypatch)
 
 
 CALLS: dict[str, tuple[Case, Bounds]] = {
-    "short": (Case((50, 1, 33, 70), (60, 1, 0, 90)), (200, 260)),
+    "short": (Case((50, 1, 33, 70), (60, 1, 0, 90)), (300, 260)),
     "medium": (Case((40, 0, 33, 70), (60, 21, 33, 90), behind=7), (600, 2000)),
     "long": (Case((90, 7, 0, 60), (95, 9, 130, 61), behind=5), (3000, 3000)),
     "used in part": (Case((70, 30), (90, 33), None, (85, 0)), (3000, 3000)),
@@ -74,82 +57,9 @@ CALLS: dict[str, tuple[Case, Bounds]] = {
 
 def draw(name: str, head_dim: int = 64, seed: int = 0) -> tuple[Case, list[Tensor], dict[str, Any]]:
     """q, k and v, and where their sequences lie."""
-    case, (longest_q, longest_k) = CALLS[name]
+    case, bounds = CALLS[name]
     case = replace(case, head_dims=(head_dim, head_dim))
-    cu_seqlens_q, cu_seqlens_k, _, _, _, used_k = case.lengths
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": used_k}
-    lengths |= {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
-    return case, [x.to(E4M3) for x in case.tensors(torch.float32, seed=seed)], lengths
-
-
-def descales(how: str, case: Case) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    shape = len(case.rooms_q), case.heads[1]
-    scales = [torch.rand(shape, generator=generator) + 0.5 for _ in DESCALES]
-    if how == "strided":
-        scales = [torch.stack((x, x + 1), 2)[..., 0] for x in scales]
-    names = {"none": (), "q": DESCALES[:1]}.get(how, DESCALES)
-    given = dict(zip(DESCALES, scales, strict=True))
-    return {name: scales[0] if how == "one" else given[name] for name in names}
-
-
-def exact_of(
-    case: Case, tensors: list[Tensor], given: dict[str, Any], **options: Any
-) -> tuple[Tensor, Tensor]:
-    """What float64 makes of the values that these stand for."""
-    whole = [x.double() for x in tensors]
-    for name, x, side in zip(DESCALES, whole, (0, 1, 1), strict=True):
-        for number, spans in enumerate(case.spans() if name in given else ()):
-            scale = given[name][number].double()
-            x[spans[side]] *= scale.repeat_interleave(x.shape[1] // len(scale))[:, None]
-    return case.oracle(*whole, **options)
-
-
-def check(found: Any, exact: tuple[Tensor, Tensor], tolerance: float = 8e-3) -> None:
-    out, *lse = found if isinstance(found, tuple) else (found,)
-    torch.testing.assert_close(out.double(), exact[0], atol=tolerance, rtol=tolerance)
-    for x in lse:
-        torch.testing.assert_close(x.double(), exact[1], atol=tolerance, rtol=1e-4)
-
-
-def refuse(*given: Any, **options: Any) -> Any:
-    raise AssertionError("found anew")
-
-
-def attend_again(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tensors: list[Tensor], named: dict[str, Any]
-) -> Any:
-    """What three calls give, of which the second is kept, and the third is not to be found anew. They launch alike."""
-    found, launches = [], []
-    for number in range(3):
-        kernels.launches.clear()
-        kernels.decode.calls.clear()
-        with monkeypatch.context() as patch:
-            if number == 2:
-                patch.setattr(varlen, "_call_operator", refuse)
-            found.append(attend(*tensors, **named))
-        launches.append((*kernels.launches, len(kernels.decode.calls)))
-    pairs = [x if isinstance(x, tuple) else (x,) for x in found]
-    assert all(torch.equal(x, y) for other in pairs[1:] for x, y in zip(pairs[0], other, strict=True))
-    assert launches == launches[:1] * 3
-    return found[2]
-
-
-def plan_of_call(tensors: list[Tensor], named: dict[str, Any]) -> Any:
-    """What ``explain_varlen`` says of a Hopper GPU."""
-    return explain(*tensors, **named, device_capability=(9, 0))
-
-
-def check_launches(kernels: Kernels, plan: Any) -> None:
-    """The last call ran what was said of it."""
-    if isinstance(plan.config, DecodeConfig):
-        assert kernels.decode.loaded[-1] == plan.config
-        assert kernels.launches == [] and len(kernels.decode.calls) == 1
-    else:
-        steps = ["plan", "attend"] if plan.config.v_rows else ["plan", "transpose", "attend"]
-        assert kernels.launches == steps and kernels.decode.calls == []
-        assert kernels.calls[-1]["config"] == plan.config and plan.config.lone_scales
-        assert bool(plan.copies) != plan.config.v_rows
+    return case, *draw_call(case, bounds, seed)
 
 
 @pytest.mark.parametrize("how", ["none", "one", "q", "all", "strided"])
@@ -227,7 +137,7 @@ def test_one_list_of_lengths(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) 
     case = Case((50, 0, 33), (50, 0, 33), behind=9, head_dims=(64, 64))
     tensors, starts = [x.to(E4M3) for x in case.tensors(torch.float32)], offsets(case.rooms_q)
     given = descales("all", case)
-    for longest in (100, 3000):
+    for longest in (300, 3000):
         named = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest}
         named |= {"max_seqlen_k": longest, "causal": True, **given}
         out = attend_again(kernels, monkeypatch, tensors, named)
@@ -264,11 +174,6 @@ def test_queries_used_in_part_are_not_found_again(kernels: Kernels) -> None:
         check(attend(*tensors, **lengths, **given), (exact, exact))
         assert len(kernels.calls) == number
     assert not packed_descaled_again.remembered._calls
-
-
-def apart(x: Tensor) -> Tensor:
-    """The same at an address that TMA cannot have."""
-    return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
 
 @pytest.mark.parametrize("kind", ["gradients", "a graph", "odd rows", "no keys", "a subclass"])
@@ -347,7 +252,7 @@ def test_what_was_found_does_not_serve_elsewhere(
 
 
 def test_another_gpu_is_current(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = pretend(monkeypatch, fp8, few_launch, decode, transpose)
+    entered = pretend(monkeypatch, *LAUNCHING)
     for name in ("long", "few queries"):
         _, tensors, named, exact = make_known(name)
         entered.clear()
@@ -399,8 +304,14 @@ def test_values_that_are_attended_to_in_parts(kernels: Kernels) -> None:
     assert len(kernels.calls) == 12
 
 
-def test_bounds_of_lengths_decide_on_what_is_found_again(kernels: Kernels) -> None:
-    """Of few queries too: the decode kernel serves those of very many keys alone."""
+def test_bounds_of_lengths_decide_on_what_is_found_again(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few queries too: as if the decode kernel were faster with very many keys alone."""
+    ways: dict[bool, Any] = {False: lambda call: few_queries.NOT_FEW, True: FewQueries}
+    monkeypatch.setattr(
+        few_queries, "fastest_in_e4m3", lambda call, mean_k: ways[call.shape.seqlen_k >= 65_536](call)
+    )
     case = Case((16,), (90,), heads=(2, 1), head_dims=(64, 64), behind=69_910)
     tensors, (starts_q, starts_k, *_) = [x.to(E4M3) for x in case.tensors(torch.float32)], case.lengths
     exact = exact_of(case, tensors, {})
@@ -415,6 +326,16 @@ def test_bounds_of_lengths_decide_on_what_is_found_again(kernels: Kernels) -> No
         assert is_decode == (longest_k == 65_536) == (kernels.calls == [])
 
 
+@pytest.fixture
+def usual_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if tiles for any number of queries took least time for few ones too."""
+    monkeypatch.setattr(few_queries, "fastest_in_e4m3", lambda call, mean_k: few_queries.NOT_FEW)
+    forget_launchers()
+    yield
+    forget_launchers()
+
+
+@pytest.mark.usefixtures("usual_tiles")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "bounds", "softmax", "v_rows"),

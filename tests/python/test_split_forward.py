@@ -25,7 +25,6 @@ from hopper_attention import (
 )
 from hopper_attention.few_queries_times import best_splits, forward_cost
 from hopper_attention.launch import (
-    few_packed_queries,
     forward,
     packed_again,
     packed_forward,
@@ -122,8 +121,7 @@ def attend_to_part(
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """Those of a pretended H200."""
     fake = Kernels()
-    pretend(monkeypatch, forward, varlen, few_packed_queries, packed_forward, packed_again, split_forward)
-    monkeypatch.setattr(few_packed_queries, "why_not_hopper", lambda target: "")
+    pretend(monkeypatch, forward, varlen, packed_forward, packed_again, split_forward)
     for module in (split_forward, packed_forward):
         monkeypatch.setattr(module, "index_of", lambda device: 0)
     monkeypatch.setattr(compile_cache, "get_serving", fake.load)

@@ -30,6 +30,7 @@ from hopper.forward.operands import Mmas
 from hopper.forward.output import Output
 from hopper.forward.places import TilePlace
 from hopper.forward.precision import SixteenBits
+from hopper.forward.split import sequence_of
 from hopper.forward.unscaled import NoScales
 from hopper.tiles import swizzle_bytes, swizzled_layout
 
@@ -96,12 +97,14 @@ class BlockScaled(SixteenBits):
         if not c.lone_scales:
             return kind(*arguments)
         has_registers = c.head_dim_v <= COLUMNS_WITH_REGISTERS_TO_SPARE
-        of_half = {"makes_words_once": has_registers} if c.lowers_queries else {}
+        begins = {"makes_words_once": has_registers, "blocks_a_wary_block": c.blocks_a_wary_block}
+        of_half = begins if c.lowers_queries else {}
         return LONE[kind](*arguments, head_scales=(scales.k, scales.v), **of_half)
 
     def enter_head(self, softmax: OnlineSoftmax, place: TilePlace):
         if self.config.lone_scales:
-            softmax.enter_head(place.head, place.head_kv, place.seqlens.batch)
+            sequence = sequence_of(place.seqlens) if self.config.split else place.seqlens.batch
+            softmax.enter_head(place.head, place.head_kv, sequence)
 
     def make_output(self, mmas: Mmas, part_mma: Any, consumer: Any) -> Output:
         sV, softmax = consumer.operands.v.smem, consumer.softmax

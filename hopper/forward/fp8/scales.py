@@ -54,9 +54,9 @@ class BlockScales(NamedTuple):
     Of packed sequences batch is 1 in the first three (``blocks_of_sequence``), and one more than the caller's in the
     others, since rows of no sequence stand behind the last. ``runs`` are there with ``run_blocks`` alone.
 
-    With ``lone_scales`` ``q`` is (batch, kv_heads, heads of each), with any strides, and ``k`` and ``v`` are (batch,
-    kv_heads, 1), of packed sequences too. Batch may be the caller's sequences alone there, behind which the scale is 1;
-    that of ``mean_v`` is the one of ``o``.
+    With ``lone_scales`` ``q`` is (batch, kv_heads, heads of each, or tiles of heads), with any strides, and ``k`` and
+    ``v`` are (batch, kv_heads, 1), of packed sequences too. Batch may be the caller's sequences alone there, behind
+    which the scale is 1; that of ``mean_v`` is the one of ``o``.
     """
 
     q: cute.Tensor

@@ -205,7 +205,7 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         *FP8_ROW_TILINGS[256],
     ),
     (256, True): (
-        wide_rows(eager, 128, 128, 2, max_seqlen_k=1024),
+        wide_rows(eager, 128, 128, 2, max_seqlen_k=2048),
         wide_rows(half_scores, 128, 128, 2, polynomial_pairs=1, registers=TWO_CONSUMERS_OF_WIDE_ROWS),
         *FP8_ROW_TILINGS[256],
     ),
@@ -241,6 +241,23 @@ FEW_QUERIES_IN_PARTS: dict[int, dict[int, Tiling]] = {
     256: FEW_QUERIES[256] | {128: wide_rows(eager, 128, 96, 2, registers=TWO_CONSUMERS_TRANSPOSING)},
 }
 """The same where keys are in parts."""
+
+FEW_PACKED_QUERIES: dict[int, dict[int, Tiling]] = FEW_QUERIES | {
+    256: FEW_QUERIES[256] | {128: wide_rows(eager, 128, 64, 3, registers=TWO_CONSUMERS_TRANSPOSING)}
+}
+"""``FEW_QUERIES`` of packed sequences, whose consumers keep where a tile lies."""
+
+FEW_PACKED_QUERIES_IN_PARTS: dict[int, dict[int, Tiling]] = FEW_QUERIES_IN_PARTS | {
+    128: FEW_QUERIES_IN_PARTS[128] | {192: high_rows(64, 3)}
+}
+"""The same where keys are in parts."""
+
+
+def few_queries_tilings(layout: str, split: bool) -> dict[int, dict[int, Tiling]]:
+    """By head_dim and rows of a tile, where queries are few and keys in parts or not."""
+    if layout == VARLEN:
+        return FEW_PACKED_QUERIES_IN_PARTS if split else FEW_PACKED_QUERIES
+    return FEW_QUERIES_IN_PARTS if split else FEW_QUERIES
 
 
 def _native(head_dim: int) -> int:
@@ -293,7 +310,7 @@ values around 1, blocks of 192 keys lose 17 % more than the emulation, of 96 key
 FP8_PACKED_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = FP8_HALF_ROW_TILINGS | {
     (MAX_HEAD_DIM, causal): FP8_HALF_ROW_TILINGS[MAX_HEAD_DIM, causal][1:] for causal in (False, True)
 }
-"""``FP8_HALF_ROW_TILINGS`` for packed sequences, which leave ``eager`` no registers at head_dim 256."""
+"""``FP8_HALF_ROW_TILINGS`` for packed sequences, which leave ``eager`` no registers for 128 keys at head_dim 256."""
 
 FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
 """By head_dim: queries of a key/value head up to which a kernel that transposes V on its way is faster than the one of
@@ -412,19 +429,26 @@ def select_fp8_forward_config(
 
 
 def select_fp8_few_queries_config(
-    head_dim: int, head_dim_v: int, causal: bool, output: str, group: int, tile_rows: int, split: bool
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    output: str,
+    group: int,
+    tile_rows: int,
+    split: bool,
+    layout: str = DENSE,
 ) -> Fp8ForwardConfig:
-    """The config for few queries of e4m3, V in rows and one scale for all keys of a head, and for the queries of
-    ``group`` heads, which stand in the ``tile_rows`` rows of a tile. With ``split`` several
-    CTAs visit parts of a tile's keys.
+    """The config for few queries of e4m3, dense or packed by ``layout``, V in rows and one scale for all keys of a
+    head, and for the queries of ``group`` heads, which stand in the ``tile_rows`` rows of a tile. With ``split``
+    several CTAs visit parts of a tile's keys.
 
     Raises:
         ValueError: a head dimension is too large, or no tile has ``group`` heads.
     """
     native = _native(max(head_dim, head_dim_v))
-    tiles = (FEW_QUERIES_IN_PARTS if split else FEW_QUERIES)[native]
-    config = replace(_build(tiles[tile_rows], native, causal, output), group=group, split=split)
-    config = with_lone_scales(config)
+    tiles = few_queries_tilings(layout, split)[native]
+    built = replace(_build(tiles[tile_rows], native, causal, output), layout=layout)
+    config = replace(with_lone_scales(built), group=group, split=split)
     validate_forward_config(config)
     return config
 

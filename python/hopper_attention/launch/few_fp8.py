@@ -7,18 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_kernels.combine.config import select_combine_config
-from hopper.compile import HOPPER_ARCH
-from hopper_attention import compile_cache, device_memory, few_queries
+from hopper_attention import device_memory, few_queries
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import target_of, why_not_hopper
 from hopper_attention.checks import TensorSpec
 from hopper_attention.few_queries import FewQueries
-from hopper_attention.fp8_rules import check_size, few_queries_problem
+from hopper_attention.fp8_rules import check_size
 from hopper_attention.launch.base import Launcher, no_vectors
 from hopper_attention.launch.few_queries import NO_DESCALES, Descales, FewQueriesLaunch
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find, find_config
-from hopper_attention.launch.split_forward import SplitSizes
+from hopper_attention.launch.split_forward import SplitSizes, find_combine
 from hopper_attention.layout import make_addressable
 from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.scores import PLAIN
@@ -100,13 +98,9 @@ def find_few_fp8(
         ValueError: ``sm_margin`` leaves no multiprocessor.
         NotImplementedError: there are more tiles than the kernel can count.
     """
-    of_tensors = TensorSpec.of(q), TensorSpec.of(v)
-    problem = few_queries_problem(*of_tensors, causal, few.group, few.tile_rows, few.splits > 1)
+    problem = few.e4m3_problem((q.shape[3], v.shape[3]), causal, is_packed=False)
     config = find_config(problem)
     check_size(config, q.shape, k.shape)
     attention = find(problem, q.device, sm_margin, ())
-    combine: tuple[Kernel, ...] = ()
-    if few.splits > 1:
-        output = config.out_dtype
-        combine = (compile_cache.get_serving(select_combine_config(output, few.splits, HOPPER_ARCH)),)
+    combine = find_combine(config.out_dtype, few.splits)
     return FewFp8Launcher(attention.device_index, attention, few.group, few.splits, combine)

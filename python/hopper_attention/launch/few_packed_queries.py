@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopper_attention import device_memory, few_packed_queries
+from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
-from hopper_attention.backends import target_of, why_not_hopper
-from hopper_attention.checks import FP8_DTYPE, TensorSpec
+from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.device_memory import Facts, Pieces
 from hopper_attention.kvcache_checks import CacheCall, CacheTensors
 from hopper_attention.launch import at_once
@@ -21,9 +20,8 @@ from hopper_attention.launch.base import current_device
 from hopper_attention.launch.decode import any_sequence, attend_by, find_short_decode
 from hopper_attention.launch.few_queries import NO_DESCALES, Descales, call_with
 from hopper_attention.layout import TMA_BYTES, make_packed_addressable
-from hopper_attention.lengths import Lengths, specs_of
-from hopper_attention.masks import MaskSpec
-from hopper_attention.scores import NO_SCORES, PLAIN, Scores
+from hopper_attention.lengths import Lengths
+from hopper_attention.scores import NO_SCORES, Scores
 
 INT32_BYTES = 4
 
@@ -171,21 +169,3 @@ def _given(descales: Descales) -> list[Tensor]:
 def _of_one_page(x: Tensor) -> Facts:
     """``x`` as a cache of one page."""
     return (1, *x.shape), (x.shape[0] * x.stride(0), *x.stride()), x.dtype
-
-
-def find_packed_with_descales(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    lengths: Lengths,
-    mask: MaskSpec,
-    backend: str | None,
-    sm_margin: int,
-) -> FewPackedLaunch | None:
-    """What serves checked tensors of e4m3 with a descale for each head of a sequence, if their queries are few."""
-    device = tensors[0].device
-    if backend not in (None, "hopper") or why_not_hopper(target_of(device)):
-        return None
-    q, k, v = (TensorSpec.of(x) for x in tensors)
-    few = few_packed_queries.find_few_packed(
-        (q, k, v), specs_of(lengths), lengths[4:], mask, PLAIN, sm_margin
-    )
-    return None if few.call is None else FewPackedLaunch(few.call)

@@ -82,7 +82,8 @@ class PackedDequantizedLaunch:
 @dataclass(frozen=True)
 class PackedFp8Launcher(Launcher):
     """The FP8 kernel of ``config`` on a persistent grid of ``num_ctas``. ``causal`` is that of the mask; where the
-    config has none, a side of the window stands for it."""
+    config has none, a side of the window stands for it. Tiles of several heads, and keys in parts, are those of
+    ``few_packed_fp8.FewPackedFp8Launcher``."""
 
     config: Fp8ForwardConfig
     kernel: Kernel
@@ -252,7 +253,7 @@ def find_packed_fp8(
         return PackedDequantizedLaunch(problem.causal, choice.backend, sm_margin)
     config, index = find_config(problem), index_of(device)
     kernel = compile_cache.get_forward(config)
-    num_ctas = count_ctas(index, sm_margin)
+    num_ctas = count_ctas(index, sm_margin) * config.ctas_per_sm
     return PackedFp8Launcher(index, config, kernel, find_planner(config), num_ctas, problem.causal)
 
 

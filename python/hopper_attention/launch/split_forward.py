@@ -162,6 +162,33 @@ class PackedSplitLauncher:
         return out, lse
 
 
+def find_combine(dtype: str, splits: int) -> tuple[Kernel, ...]:
+    """What adds up so many parts of results of ``dtype``; none of one."""
+    if splits == 1:
+        return ()
+    return (compile_cache.get_serving(select_combine_config(dtype, splits, HOPPER_ARCH)),)
+
+
+def merge_in_script(
+    combine: tuple[Kernel, ...],
+    sizes: SplitSizes,
+    results: tuple[Given, Given],
+    dtype: torch.dtype,
+    wants_lse: bool,
+    first: int,
+) -> tuple[tuple[Given, Given], list[Step], Pieces]:
+    """What attention fills in a script whose ``results`` are out, of ``dtype``, and lse; the launches behind it; and
+    the memory that these two need, from argument ``first`` on. ``combine`` is as ``find_combine`` gives it."""
+    if not combine:
+        return results, [], ()
+    out, lse = results
+    parts, part_lse, no_lse = (Given(first + i) for i in range(3))
+    whole = Part(out.number, 0, (*sizes.out[:2], dtype))
+    merged = Part((lse if wants_lse else no_lse).number, 0, sizes.lse)
+    steps = [Step(kernel, (parts, part_lse, whole, merged)) for kernel in combine]
+    return (parts, part_lse), steps, sizes.parts
+
+
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def find_split(
     config: ForwardConfig, device: torch.device, head_dims: tuple[int, int], splits: int, sm_margin: int
@@ -174,7 +201,7 @@ def find_split(
     """
     index, (head_dim, head_dim_v) = index_of(device), head_dims
     num_ctas = count_ctas(index, sm_margin) * config.ctas_per_sm
-    combine = compile_cache.get_serving(select_combine_config(config.out_dtype, splits, HOPPER_ARCH))
+    (combine,) = find_combine(config.out_dtype, splits)
     kernel = compile_cache.get_forward(config)
     return SplitLauncher(index, config, kernel, combine, splits, head_dim_v, head_dim**-0.5, num_ctas)
 

@@ -77,9 +77,6 @@ LONG = 24
 FLAT_RISE = 2.0**-7
 """A block that was made again and had what came before multiplied by less than this may have a flat tail behind it."""
 
-BLOCKS_A_WARY_BLOCK = 8
-"""Where no block is masked a tile begins wary for no more than one in so many."""
-
 ALMOST_ONE = 1.0 - 2.0**-6
 """With this, a sum that is about a power of two counts as less, whichever way it was rounded."""
 
@@ -134,6 +131,9 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
 
     wary_blocks = 12
 
+    blocks_a_wary_block = 8
+    """Where no block is masked a tile begins wary for no more than one in so many."""
+
     wary_exponent = 3
     """In place of 4: of 192 keys that are alike a thread's 48 then add up to less than 448, so that none has to be made
     again."""
@@ -163,13 +163,12 @@ class HalfScoresSoftmax(StaleMaximumSoftmax):
         StaleMaximumSoftmax.begin_walk(self, blocks)
         self.risen[0] = Int32(NOTHING)
 
-    @staticmethod
-    def how_a_tile_begins(blocks: KeyBlocks) -> tuple[Any, Any]:
+    def how_a_tile_begins(self, blocks: KeyBlocks) -> tuple[Any, Any]:
         """Wary in blocks whose end is masked, where rows have their first keys, and in two behind: what comes after a
         few keys is mostly more, so that only the second says something. Where none is masked, in up to three."""
         whole = minimum(blocks.unmasked, blocks.last)
         masked = minimum(blocks.end - blocks.unmasked, 1)
-        wary = minimum(maximum(blocks.count // BLOCKS_A_WARY_BLOCK, 2 * masked), 3 - masked)
+        wary = minimum(maximum(blocks.count // self.blocks_a_wary_block, 2 * masked), 3 - masked)
         return whole - 1 - masked, whole - 1 - wary
 
     def lower_queries(self):

@@ -76,8 +76,7 @@ class LaggingSoftmax(StaleMaximumSoftmax):
         super().__init__(scale_log2, tile_scales, slots, polynomial_pairs)
         self.scores = scores
 
-    @staticmethod
-    def how_a_tile_begins(blocks: KeyBlocks) -> tuple[Any, Any]:
+    def how_a_tile_begins(self, blocks: KeyBlocks) -> tuple[Any, Any]:
         """Wary in the first blocks without a mask: else this took 1.5 times as long where some tokens are large."""
         whole = minimum(blocks.unmasked, blocks.last)
         wary = minimum(blocks.seqlens.seqlen_k // KEYS_A_WARY_BLOCK, FIRST_WARY_BLOCKS)

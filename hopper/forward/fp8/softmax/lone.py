@@ -81,12 +81,13 @@ class LoneHalfScores(LoneStale, HalfScoresOfAnyCodes):
     """``HalfScoresOfAnyCodes`` with ``LoneScales``.
 
     ``makes_words_once`` says that there are registers to keep ``slopes`` and ``scales`` of a tile. Else each block
-    makes them.
+    makes them. ``blocks_a_wary_block`` is that of ``HalfScoresSoftmax``.
     """
 
-    def __init__(self, *arguments: Any, makes_words_once: bool, **more: Any):
+    def __init__(self, *arguments: Any, makes_words_once: bool, blocks_a_wary_block: int, **more: Any):
         super().__init__(*arguments, **more)
         self.makes_words_once = makes_words_once
+        self.blocks_a_wary_block = blocks_a_wary_block
 
     @cute.jit
     def lower_queries(self):

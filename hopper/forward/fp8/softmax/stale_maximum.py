@@ -95,8 +95,7 @@ class StaleMaximumSoftmax(ExactSoftmax):
         self.has_risen[0] = Int32(0)
         self.settled_from[0], self.calm_from[0] = self.how_a_tile_begins(blocks)
 
-    @staticmethod
-    def how_a_tile_begins(blocks: KeyBlocks) -> tuple[Any, Any]:
+    def how_a_tile_begins(self, blocks: KeyBlocks) -> tuple[Any, Any]:
         """``settled_from`` and ``calm_from`` of a tile that visits ``blocks``."""
         raise NotImplementedError
 
