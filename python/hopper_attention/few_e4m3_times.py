@@ -79,7 +79,7 @@ SWAPPED_OF_PACKED = {8: DecodeTimes(6.0, 1.7, 0.007), 16: DecodeTimes(9.0, 1.7, 
 """The same of packed sequences, by the rows of that operand."""
 
 
-MOST_TIMES_MEAN = 3
+MOST_TIMES_MEAN = 6
 """The longest of packed sequences counts as no more than so many times their mean: bounds of lengths may be loose, and
 parts for keys that are not there cost more than parts that are missing."""
 
