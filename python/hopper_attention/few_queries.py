@@ -42,8 +42,8 @@ MARGIN = 1.1
 
 LENGTHS = (
     *(32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536),
-    *(2**n for n in range(11, 20)),
-    *(2**20, 2**24, MAX_SEQLEN),
+    *(2**n for n in range(11, 25)),
+    MAX_SEQLEN,
 )
 """Keys of a sequence up to which all are served alike: one that grows by a key a call is to find what serves it again.
 Close where it is decided between two kernels, and multiples of what decides on clusters."""

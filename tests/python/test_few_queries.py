@@ -158,6 +158,8 @@ def test_lengths_that_are_served_alike() -> None:
     assert all(n <= most for n, most in enumerate(classes, 1)) and classes == sorted(classes)
     assert all(few_queries.longest_alike(most) == most for most in classes) and len(set(classes)) == 13
     assert few_queries.longest_alike(MAX_SEQLEN) == MAX_SEQLEN
+    # Keys of all packed sequences are counted by these too.
+    assert all(few_queries.longest_alike(n) <= 2 * n for n in range(1000, 2**24, 10_007))
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,9 @@ class Fp8ForwardConfig(ForwardConfig):
     @property
     def blocks_a_wary_block(self) -> int:
         """That of ``HalfScoresSoftmax`` with ``lone_scales``. At head_dim 256 products and shared memory take most of a
-        block's time, so that to be wary costs little: 3 to 5 % of N(0, 1) with 512 to 768 keys, where peaky inputs gain
-        3 to 11 (`fp8_wary_beginnings.json`). At 128 it costs 2 % and gains 0 to 2."""
-        return 4 if self.head_dim > 128 else 8
+        block's time, so that to be wary costs little: with 768 keys 3 % of N(0, 1), where peaky inputs gain 5 to 8
+        (`fp8_wary_beginnings.json`). With 512 it would take N(0, 1) to 1.00 of FlashAttention-3's speed or below."""
+        return 5 if self.head_dim > 128 else 8
 
     @property
     def input_dtypes(self) -> tuple[str, ...]:
