@@ -205,7 +205,7 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         *FP8_ROW_TILINGS[256],
     ),
     (256, True): (
-        wide_rows(eager, 128, 128, 2, max_seqlen_k=2048),
+        wide_rows(eager, 128, 128, 2, max_seqlen_k=2560),
         wide_rows(half_scores, 128, 128, 2, polynomial_pairs=1, registers=TWO_CONSUMERS_OF_WIDE_ROWS),
         *FP8_ROW_TILINGS[256],
     ),
