@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 from hopper.decode.config import DecodeConfig
 from hopper_attention import explain_varlen, few_queries, flash_attn_varlen_func, varlen
 from tests.python.packed_fp8_kernels import E4M3, Kernels
-from tests.python.varlen_cases import Case
+from tests.python.varlen_cases import Case, offsets
 
 DESCALES = "q_descale", "k_descale", "v_descale"
 Bounds = tuple[int, int]
@@ -104,3 +106,23 @@ def check_launches(kernels: Kernels, plan: Any) -> None:
 def apart(x: Tensor) -> Tensor:
     """The same at an address that TMA cannot have."""
     return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def moved(
+    case: Case, lengths: dict[str, Any], given: dict[str, Tensor]
+) -> Iterator[tuple[Case, list[Tensor], dict[str, Tensor], dict[str, Any]]]:
+    """Sequences of other lengths in the same place, four times: their case, tensors and descales, and all that a call
+    with these is given by name."""
+    generator = torch.Generator().manual_seed(3)
+    for number in range(4):
+        rooms = [
+            tuple(torch.tensor(x)[torch.randperm(len(x), generator=generator)].tolist())
+            for x in (case.rooms_q, case.rooms_k)
+        ]
+        used = None if case.used_k is None else tuple(n * number // 4 for n in rooms[1])
+        other = replace(case, rooms_q=rooms[0], rooms_k=rooms[1], used_k=used)
+        drawn = [x.to(E4M3) for x in other.tensors(torch.float32, seed=number)]
+        scales = {x: y + number / 8 for x, y in given.items()}
+        places = {"cu_seqlens_q": offsets(rooms[0]), "cu_seqlens_k": offsets(rooms[1])}
+        places |= {"seqused_k": other.lengths[5]}
+        yield other, drawn, scales, lengths | scales | places

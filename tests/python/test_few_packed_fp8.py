@@ -45,6 +45,7 @@ from tests.python.packed_fp8_calls import (
     draw_call,
     exact_of,
     explain,
+    moved,
     plan_of_call,
     refuse,
 )
@@ -184,18 +185,8 @@ def test_other_lengths_in_the_same_place(
     given = descales("all", case)
     attend_again(kernels, monkeypatch, tensors, lengths | given)
     monkeypatch.setattr(varlen, "_call_operator", refuse)
-    generator = torch.Generator().manual_seed(3)
-    for number in range(4):
-        rooms = [
-            tuple(torch.tensor(x)[torch.randperm(len(x), generator=generator)].tolist())
-            for x in (case.rooms_q, case.rooms_k)
-        ]
-        used = None if case.used_k is None else tuple(n * number // 4 for n in rooms[1])
-        other = replace(case, rooms_q=rooms[0], rooms_k=rooms[1], used_k=used)
-        drawn = [x.to(E4M3) for x in other.tensors(torch.float32, seed=number)]
-        scales = {x: y + number / 8 for x, y in given.items()}
-        moved = {"cu_seqlens_q": offsets(rooms[0]), "cu_seqlens_k": offsets(rooms[1])}
-        out = attend(*drawn, **(lengths | scales | moved | {"seqused_k": other.lengths[5]}))
+    for other, drawn, scales, named in moved(case, lengths, given):
+        out = attend(*drawn, **named)
         check(out, exact_of(other, drawn, scales))
         check_served(kernels, way.few(64), scales, other)
 

@@ -245,7 +245,7 @@ FEW_QUERIES_IN_PARTS: dict[int, dict[int, Tiling]] = {
 FEW_PACKED_QUERIES: dict[int, dict[int, Tiling]] = FEW_QUERIES | {
     256: FEW_QUERIES[256] | {128: wide_rows(eager, 128, 64, 3, registers=TWO_CONSUMERS_TRANSPOSING)}
 }
-"""``FEW_QUERIES`` of packed sequences, whose consumers keep where a tile lies."""
+"""``FEW_QUERIES`` of packed sequences, whose consumers keep where a tile lies in registers."""
 
 FEW_PACKED_QUERIES_IN_PARTS: dict[int, dict[int, Tiling]] = FEW_QUERIES_IN_PARTS | {
     128: FEW_QUERIES_IN_PARTS[128] | {192: high_rows(64, 3)}
