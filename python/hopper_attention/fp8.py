@@ -13,7 +13,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from hopper_attention import checks, parts_again
+from hopper_attention import checks, packed_at_once, packed_parts_again, parts_again
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result
@@ -22,9 +22,10 @@ from hopper_attention.fp8_at_once import AtOnceCall, calls_at_once, find_at_once
 from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
 from hopper_attention.launch.fp8 import launch_for
-from hopper_attention.launch.packed_fp8 import attend_packed
+from hopper_attention.launch.packed_fp8 import attend_packed, find_packed_fp8, packed_problem_of
 from hopper_attention.lengths import Lengths
-from hopper_attention.masks import FULL_SIDES, MaskSpec
+from hopper_attention.masks import FULL_SIDES
+from hopper_attention.packed_fp8_plan import PackedCall
 from hopper_attention.packed_fp8_training import differentiable_packed_fp8
 from hopper_attention.packed_quantization import (
     check_packed_sources,
@@ -208,6 +209,11 @@ def flash_attn_fp8_func(
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None
     )
     has_no_window = is_full(window_size) and not is_given(attention_chunk, 0)
+    if has_no_window and is_packed:
+        of_lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+        results = packed_at_once.attend(given, of_lengths, quantization, softmax_scale, options)
+        if results is not None:
+            return results if return_attn_probs else results[0]
     if has_no_window and not is_packed:
         found = calls_at_once.find(*given, quantization, *options)
         if found is not None:
@@ -230,8 +236,13 @@ def flash_attn_fp8_func(
             causal, window_size, attention_chunk, lengths.max_seqlen_q, lengths.max_seqlen_k
         )
         packed_scale = None if softmax_scale is None else checks.check_scale(softmax_scale)
-        packed_call = packed_scale, backend, two_level, return_attn_probs, exact_lse
-        return _attend_packed(q, k, v, lengths, quantization, mask, packed_call)
+        packed_call = PackedCall(two_level, mask, backend, exact_lse, not return_attn_probs)
+        result = _attend_packed((q, k, v), lengths, quantization, packed_scale, packed_call)
+        # Not where autocast made others of them.
+        is_same = given[0] is q and given[1] is k and given[2] is v
+        if has_no_window and is_same and is_plain_call(q, k, v) and not needs_gradient(q, k, v):
+            packed_at_once.remember((q, k, v), lengths, quantization, options, packed_call)
+        return result
     is_plain = is_plain_call(q, k, v) and not needs_gradient(q, k, v)
     if is_plain and has_no_window:
         facts = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
@@ -271,27 +282,25 @@ def _may_need_lse(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _attend_packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
     lengths: Lengths,
     quantization: Fp8Quantization,
-    mask: MaskSpec,
-    of_call: tuple[float | None, str | None, bool, bool, bool],
+    softmax_scale: float | None,
+    call: PackedCall,
 ) -> Result:
-    """``flash_attn_fp8_func`` of packed sequences; ``of_call`` are scale, backend, two_level, return_attn_probs and
-    exact_lse."""
-    softmax_scale, backend, two_level, wants_lse, exact_lse = of_call
+    """``flash_attn_fp8_func`` of packed sequences."""
+    q, k, v = tensors
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+    two_level, mask, backend, exact_lse, without_lse = call
     if is_plain_call(q, k, v) and not q.is_meta and not needs_gradient(q, k, v):
         c = with_packed_blocks(quantization, (k.shape[2], v.shape[2]), two_level, mask)
         parts = quantize_packed_here(q, k, v, lengths, c, quantizer_of(backend))
-        call = scale, mask.causal, backend, two_level, wants_lse
-        out, lse = attend_packed(parts, *call, window=mask.sides, exact_lse=exact_lse)
+        of_call = scale, mask.causal, backend, two_level, not without_lse
+        out, lse = attend_packed(parts, *of_call, window=mask.sides, exact_lse=exact_lse)
     else:
         call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides, exact_lse
         out, lse = differentiable_packed_fp8(q, k, v, lengths, *call_16)
-    return (out, lse) if wants_lse else out
+    return out if without_lse else (out, lse)
 
 
 @overload
@@ -387,6 +396,10 @@ def flash_attn_quantized_func(
     """
     given = causal, return_attn_probs, two_level_accumulation, exact_lse, backend
     has_no_window = is_full(window_size) and not is_given(attention_chunk, 0)
+    if type(parts) is PackedQuantizedQKV and has_no_window:
+        results = packed_parts_again.attend(parts, softmax_scale, given)
+        if results is not None:
+            return results if return_attn_probs else results[0]
     if type(parts) is QuantizedQKV and has_no_window:
         found = parts_again.find(parts, given)
         if found is not None:
@@ -413,6 +426,12 @@ def flash_attn_quantized_func(
         mask = resolve_packed_mask(causal, window_size, attention_chunk, *bounds)
         of_call = scale, mask.causal, backend, two_level_accumulation, return_attn_probs
         out, lse = attend_packed(parts, *of_call, window=mask.sides, exact_lse=exact_lse)
+        if has_no_window:
+            of_problem = two_level_accumulation, mask.sides, exact_lse, not return_attn_probs
+            problem = packed_problem_of(parts, mask.causal, *of_problem)
+            packed_parts_again.remember(
+                parts, given, find_packed_fp8(problem, parts.q.data.device, backend, 0)
+            )
         return (out, lse) if return_attn_probs else out
     mask = resolve_packed_mask(causal, window_size, attention_chunk, parts.q.shape[1], parts.k.shape[1])
     options = (scale, mask.causal, backend, two_level_accumulation)

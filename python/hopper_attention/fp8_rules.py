@@ -132,6 +132,26 @@ def classes_of_lengths(longest_q: int, longest_k: int) -> tuple[int, int]:
     return 1 << max(longest_q - 1, 0).bit_length(), longest_alike(min(longest_k, ANY_LENGTH))
 
 
+class KeysOfPacked(NamedTuple):
+    """What bounds of lengths say of packed sequences: the keys that a query sees at most, of a class, and whether tiles
+    are few."""
+
+    longest_k: int
+    few_tiles: bool
+
+    @classmethod
+    def of(
+        cls, q_sizes: tuple[int, int], lengths: tuple[int, int], mask: MaskSpec, without_lse: bool
+    ) -> KeysOfPacked:
+        """``q_sizes`` are rows and heads of Q. A window leaves its own number of keys, and is not asked for it."""
+        total_q, heads = q_sizes
+        longest_q, longest_k = classes_of_lengths(*lengths)
+        if mask.has_window:
+            return cls(ANY_LENGTH, False)
+        rows = queries_that_count(total_q, longest_q, longest_k, mask.causal)
+        return cls(longest_k, without_lse and are_few_tiles(heads, rows, mask.causal))
+
+
 def packed_problem(
     q_shape: tuple[int, ...],
     v_shape: tuple[int, ...],
@@ -147,14 +167,14 @@ def packed_problem(
     longest_q, longest_k = classes_of_lengths(*lengths)
     queries = queries_that_count(longest_q * group, longest_q, longest_k, mask.causal)
     half = without_lse and not mask.has_window
-    rows = queries_that_count(total_q, longest_q, longest_k, mask.causal)
     transposes = not exact_lse and transposes_v(*head_dims, mask.causal, queries, half, group)
+    known = KeysOfPacked.of((total_q, heads), lengths, mask, without_lse)
     return Fp8AttentionProblem(
         FP8_DTYPE,
         checks.FP8_OUT_DTYPE,
         *head_dims,
         mask.causal,
-        longest_k if half else ANY_LENGTH,
+        known.longest_k if half else ANY_LENGTH,
         has_window=mask.has_window,
         has_chunk=mask.attention_chunk > 0,
         is_packed=True,
@@ -163,7 +183,7 @@ def packed_problem(
         transposes=transposes,
         exact_lse=exact_lse,
         without_lse=without_lse,
-        few_tiles=half and are_few_tiles(heads, rows, mask.causal),
+        few_tiles=known.few_tiles,
     )
 
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from cute_kernels.plan.config import check_packed_size, plan_words
 from hopper_attention import checks, device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.descaled_again import Descales, Places, distinct, scale_at
-from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.device_memory import Piece, Pieces
 from hopper_attention.few_packed_queries import served_alike
 from hopper_attention.fp8_rules import classes_of_lengths, packed_problem
-from hopper_attention.launch import at_once, transpose
-from hopper_attention.launch.at_once import Given, Part, Script, Step
-from hopper_attention.launch.base import NO_SIDES, REMEMBERED_CALLS, current_device, index_of, no_vectors
+from hopper_attention.launch import transpose
+from hopper_attention.launch.at_once import Given, Part, Step
+from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, index_of, no_vectors
 from hopper_attention.launch.few_packed_fp8 import FewPackedFp8Launcher, find_packed_with_descales
 from hopper_attention.launch.few_packed_queries import FewPackedLaunch, ReadyFewPacked
-from hopper_attention.launch.packed_forward import OF_QUERIES
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
 from hopper_attention.launch.split_forward import merge_in_script
 from hopper_attention.layout import TMA_BYTES, make_packed_addressable
@@ -28,6 +25,7 @@ from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import CAUSAL_MASK, FULL_SIDES, NO_MASK
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE
+from hopper_attention.packed_scripts import FIRST, LSE, OUT, STARTS_K, K, PackedSteps, Q, ScriptedCall, V
 from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.plain_calls import is_plain_call
 from hopper_attention.quantized import E4M3
@@ -39,40 +37,10 @@ Flags = tuple[Any, ...]
 Checked = tuple[bool, "str | None", int, bool, bool]
 """causal, backend, sm_margin, whether the LSE is wanted, and whether exact."""
 
-Q, K, V, OUT, LSE, COUNTER, SCALE, STARTS_Q, STARTS_K, USED_K, PLAN, FIRST_DESCALE = range(12)
-"""Arguments of a script. Behind the descales comes V transposed, or parts."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedDescaledCall:
-    """What serves calls like an earlier one, without a window: ``script`` makes the plan, attends and adds parts up, in
-    memory for ``work``."""
-
-    device_index: int
-    script: Script
-    work: Pieces
-    out: Facts
-    lse: Facts
-    no_lse: Any
-    default_scale: float
-
-    def __call__(
-        self, tensors: tuple[Tensor, ...], lengths: Lengths, scale: float, wants_lse: bool
-    ) -> tuple[Tensor, Tensor]:
-        """out and lse; an lse that is not wanted has no elements. ``tensors`` are as ``distinct`` gives them."""
-        make, index = device_memory.empty_on_gpu, self.device_index
-        out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
-        counter = device_memory.tile_counter(index)
-        plan, *values = device_memory.work_memory(out.device, index, self.work).arguments
-        q, k, v, *descales = tensors
-        of_lengths = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k
-        self.script.run(q, k, v, out, lse, counter, scale, *of_lengths, plan, *descales, *values)
-        return out, lse
-
 
 @dataclass(frozen=True, slots=True)
 class FewPackedDescaledCall:
-    """The same by the decode kernel; ``places`` are those of descales among the tensors."""
+    """What serves calls like an earlier one, by the decode kernel; ``places`` are those of descales among tensors."""
 
     device_index: int
     launch: FewPackedLaunch | ReadyFewPacked
@@ -88,7 +56,7 @@ class FewPackedDescaledCall:
         return self.launch(q, k, v, *lengths, scale, *FULL_SIDES, wants_lse, descales=descales)
 
 
-remembered: Remembered[PackedDescaledCall | FewPackedDescaledCall] = Remembered(REMEMBERED_CALLS)
+remembered: Remembered[ScriptedCall | FewPackedDescaledCall] = Remembered(REMEMBERED_CALLS)
 
 
 def attend(
@@ -140,7 +108,7 @@ def remember(
     causal, backend, sm_margin, wants_lse, exact_lse = checked
     mask = CAUSAL_MASK if causal else NO_MASK
     few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin, not exact_lse)
-    call: PackedDescaledCall | FewPackedDescaledCall
+    call: ScriptedCall | FewPackedDescaledCall
     if isinstance(few, FewPackedFp8Launcher):
         call = _call_of(few.attention, given, places, lengths, wants_lse, (few,))
     elif few is not None:
@@ -175,55 +143,41 @@ def _call_of(
     lengths: Lengths,
     wants_lse: bool,
     few: tuple[FewPackedFp8Launcher, ...] = (),
-) -> PackedDescaledCall:
+) -> ScriptedCall:
     """That of calls with tensors like these, of which the kernel reads the descales at ``places``; ``few`` is empty, or
     has the launcher of few queries that ``launcher`` is of."""
     q, _, v, *descales = tensors
-    (total_q, heads, head_dim), (total_k, kv_heads, columns), device = q.shape, v.shape, q.device
-    config, batch = launcher.config, lengths.cu_seqlens_q.shape[0] - 1
-    tile = config.tile_queries
-    check_packed_size("FP8 kernel", heads, batch, (total_q, total_k), tile)
-    unused = kept_argument(device_memory.no_lengths(device))
-    used_k = unused if lengths.seqused_k is None else Given(USED_K)
-    of_plan = total_q, total_k, tile, OF_QUERIES
-    starts = Given(STARTS_Q), Given(STARTS_K)
-    steps = [Step(launcher.planner.kernel, (*starts, unused, used_k, Given(PLAN), *of_plan))]
-    work: Pieces = (Piece((plan_words(total_q, batch, tile),), torch.int32),)
+    (_, heads, _), (total_k, kv_heads, columns), device = q.shape, v.shape, q.device
+    config = launcher.config
+    shared = PackedSteps.of(launcher, q, v.shape, lengths)
+    steps, batch = [shared.plan()], shared.batch
+    work: Pieces = ()
     values: Given = Given(V)
     if not config.v_rows:
         keys = transpose.keys_of_packed(v, lengths)
-        values = Given(FIRST_DESCALE + len(descales))
-        work = *work, Piece((kv_heads, columns, keys), E4M3)
+        values = Given(FIRST + len(descales))
+        work = (Piece((kv_heads, columns, keys), E4M3),)
         strides = total_k * v.stride(0), *v.stride()
         of_v = Part(V, 0, ((1, *v.shape), strides, v.dtype))
         transposed = Part(values.number, 0, Piece((1, kv_heads, columns, keys), E4M3).facts)
         kernel = transpose.find_packed(columns, device).kernel
-        steps.append(Step(kernel, (of_v, transposed, Given(STARTS_K), used_k)))
+        steps.append(Step(kernel, (of_v, transposed, Given(STARTS_K), shared.used_k)))
     filled: tuple[Given, Given] = Given(OUT), Given(LSE)
     behind: list[Step] = []
     for each in few:
-        # The plan, which is the first piece of work, has a place of its own.
-        first = FIRST_DESCALE + len(descales) + len(work) - 1
         sizes = each.sizes(q.shape, columns)
+        first = FIRST + len(descales) + len(work)
         filled, behind, of_parts = merge_in_script(
             each.combine, sizes, filled, checks.FP8_OUT_DTYPE, wants_lse, first
         )
         work = *work, *of_parts
     of_heads = heads // (kv_heads * config.group), 1, 1
     of_q, of_k, of_v_scale = (
-        scale_at(place, tensors, (batch, kv_heads, n), FIRST_DESCALE)
+        scale_at(place, tensors, (batch, kv_heads, n), FIRST)
         for place, n in zip(places, of_heads, strict=True)
     )
     ones = kept_argument(device_memory.unit_scales(batch, kv_heads, device))
     no_mean = kept_argument(no_vectors(batch, kv_heads, device))
-    no_lse = kept_argument(no_vectors(1, heads, device)[0])
-    read = Given(Q), Given(K), values, *filled, Given(COUNTER)
-    blocks = ONE_PER_SEQUENCE, ONE_PER_SEQUENCE, Given(SCALE)
-    options = *NO_SIDES, Given(PLAN), batch + 1, launcher.num_ctas
-    steps.append(Step(launcher.kernel, (*read, of_q, of_k, ones, of_v_scale, no_mean, *blocks, *options)))
-    steps += behind
-    out = Piece((total_q, heads, columns), checks.FP8_OUT_DTYPE).facts
-    lse = Piece((heads, total_q)).facts
-    return PackedDescaledCall(
-        launcher.device_index, at_once.make_script(steps), work, out, lse, no_lse, head_dim**-0.5
-    )
+    scales, blocks = (of_q, of_k, ones, of_v_scale), (ONE_PER_SEQUENCE, ONE_PER_SEQUENCE)
+    steps.append(shared.attention((Given(Q), Given(K), values), filled, scales, no_mean, blocks))
+    return shared.call([*steps, *behind], work, checks.FP8_OUT_DTYPE)

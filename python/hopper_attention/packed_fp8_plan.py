@@ -60,7 +60,7 @@ def plan_packed(
     check_packed_sources(q, k, v, lengths, quantization)
     head_dims = k.shape[2], v.shape[2]
     c = with_packed_blocks(quantization, head_dims, call.two_level, call.mask)
-    problem = _problem_of(q, head_dims, c, call)
+    problem = problem_of(q, head_dims, lengths, c, call)
     choice = fp8_rules.choose_for(problem, target, call.backend)
     config = packed_config_of(problem, choice, target)
     if isinstance(config, ForwardConfig):
@@ -77,18 +77,22 @@ def plan_packed(
     return PackedPlan(c, reason, kernel, attention)
 
 
-def _problem_of(
-    q: Tensor, head_dims: tuple[int, int], c: Fp8Quantization, call: PackedCall
+def problem_of(
+    q: Tensor, head_dims: tuple[int, int], lengths: Lengths, c: Fp8Quantization, call: PackedCall
 ) -> Fp8AttentionProblem:
+    """That of attention to what a quantizer makes of q and the rest; ``block_k`` of ``c`` is a number, and
+    ``head_dims`` are those of K and V."""
     has_blocks = c.granularity == "block"
     block_k = c.keys_per_block(*head_dims, 0) if has_blocks else ONE_BLOCK
     largest = largest_codes(head_dims[0], c.scales_rows)
     mask, half_scores = call.mask, scores_fit_half(*largest, head_dims[0])
+    known = fp8_rules.KeysOfPacked.of((q.shape[0], q.shape[1]), lengths[4:], mask, call.without_lse)
     return Fp8AttentionProblem(
         FP8_DTYPE,
         q.dtype,
         *head_dims,
         mask.causal,
+        known.longest_k,
         has_window=mask.has_window,
         has_chunk=mask.attention_chunk > 0,
         is_packed=True,
@@ -98,6 +102,7 @@ def _problem_of(
         half_scores=half_scores,
         exact_lse=call.exact_lse,
         without_lse=call.without_lse,
+        few_tiles=known.few_tiles,
     )
 
 

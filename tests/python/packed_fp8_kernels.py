@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, PlanConfig, pla
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.transpose.config import TransposeConfig
 from hopper.widen.config import WidenConfig
-from hopper_attention import compile_cache, descaled_again, device_memory, packed_descaled_again
+from hopper_attention import (
+    compile_cache,
+    descaled_again,
+    device_memory,
+    packed_at_once,
+    packed_descaled_again,
+    packed_parts_again,
+    packed_scripts,
+)
 from hopper_attention.launch import decode, few_packed_fp8, few_packed_queries, fp8, transpose
 from hopper_attention.lengths import Lengths
 from hopper_attention.packed_quantization import transpose_packed
@@ -44,10 +53,10 @@ def check_as_compiled(config: Fp8ForwardConfig, q: Tensor, k: Tensor, v: Tensor,
         assert out.shape[:-1] == lse.shape and lse.shape[1:] == (1, total_q, heads)
         assert out.dtype == torch.float32 and all(step % 4 == 0 for step in out.stride()[:-1])
     else:
-        assert out.shape[:2] == (total_q, heads) and out.dtype == torch.bfloat16
+        assert out.shape[:2] == (total_q, heads) and out.dtype == getattr(torch, config.output)
         assert lse.shape in ((heads, total_q), (heads, 0))
     scales = of_q, of_k, of_v, of_out, mean
-    assert all(x.dtype == torch.float32 for x in (*scales, lse)) and mean.shape[2] == 0
+    assert all(x.dtype == torch.float32 for x in (*scales, lse))
     # One size each, whatever it is.
     assert of_q.shape[0] == of_k.shape[0] == of_v.shape[0] and of_out.shape[0] == mean.shape[0]
     assert [x.shape[1] for x in scales] == [kv_heads if config.lone_scales else heads] + [kv_heads] * 4
@@ -140,9 +149,9 @@ class Kernels:
     def attend(self, config: Fp8ForwardConfig, *given: Any) -> None:
         self.launches.append("attend")
         check_as_compiled(config, *given[:11])
-        q, k, v, out, lse, _, *scales, _ = given[:11]
+        q, k, v, out, lse, _, *scales, mean = given[:11]
         rows_q, rows_k, scale, *sides, plan, sequences, ctas = given[11:]
-        assert rows_q == rows_k == ONE_PER_SEQUENCE and sides == [None] * 3
+        assert mean.shape[2] == 0 and rows_q == rows_k == ONE_PER_SEQUENCE and sides == [None] * 3
         assert ctas == SMS * config.ctas_per_sm
         splits = out.shape[0] if config.split else 1
         self.calls.append({"config": config, "scale": scale, "scales": scales, "lse": lse, "splits": splits})
@@ -171,19 +180,27 @@ class Kernels:
         self._merge(*given)
 
 
+Fake = TypeVar("Fake", bound=Kernels)
+
+
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """For a fixture: those of a pretended H200. What is new is NaN."""
-    fake = Kernels()
-    pretend(monkeypatch, *LAUNCHING)
+    yield from serving(Kernels(), monkeypatch, *LAUNCHING)
+
+
+def serving(fake: Fake, monkeypatch: pytest.MonkeyPatch, *launching: ModuleType) -> Iterator[Fake]:
+    """The same of these kernels, of an H200 as ``launching`` modules see it."""
+    pretend(monkeypatch, *launching)
     empty, on_gpu = torch.empty, device_memory.empty_on_gpu
     monkeypatch.setattr(torch, "empty", lambda *a, **b: poisoned(empty(*a, **b)))
     monkeypatch.setattr(device_memory, "empty_on_gpu", lambda *facts: poisoned(on_gpu(*facts)))
     for name in ("get_forward", "get_quantize"):
         monkeypatch.setattr(compile_cache, name, fake.load)
     monkeypatch.setattr(compile_cache, "get_serving", fake.load_serving)
-    for module in (packed_descaled_again, few_packed_queries):
+    again = packed_descaled_again, packed_parts_again, packed_at_once, few_packed_queries
+    for module in again:
         monkeypatch.setattr(module, "current_device", lambda: torch.cuda.current_device())
-    for module in (descaled_again, packed_descaled_again, few_packed_queries):
+    for module in (*again, descaled_again, packed_scripts):
         monkeypatch.setattr(module, "kept_argument", lambda x: x)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     yield fake

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from cute_kernels.window import NO_LIMIT
-from hopper.forward.fp8.config import Softmax
+from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper_attention import (
     Fp8Quantization,
     explain_fp8,
@@ -22,12 +22,16 @@ from hopper_attention import (
     flash_attn_func,
     flash_attn_quantized_func,
     flash_attn_varlen_func,
+    fp8_rules,
     quantize_qkv,
 )
 from hopper_attention.backends import Target
 from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch import packed_fp8
+from hopper_attention.launch.packed_quantize import empty_packed
 from hopper_attention.launch.varlen import run_varlen
+from hopper_attention.lengths import Lengths
+from hopper_attention.masks import FULL_SIDES
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.fp8_cases import Recorder, recorded, relative, sides
 from tests.python.test_packed_quantization import NAMES, PACKED, lengths_of
@@ -215,8 +219,11 @@ def test_what_the_kernel_is_given(recorder: Recorder) -> None:
         )
         out, lse = flash_attn_quantized_func(parts, 0.3, True, True, exact_lse=False)
         assert out.shape[0] == lse.shape[1] == parts.q.shape[0]
-    (config,) = recorder.configs
+        problem = packed_fp8.packed_problem_of(parts, True, False, FULL_SIDES)
+        assert recorder.configs[-1] == fp8_rules.select_for(problem)
+    (config,) = set(recorder.configs)
     assert config.layout == "varlen" and config.tile_n == 128 and not config.window
+    assert config.softmax is Softmax.EAGER and config.tile_m == 128 and config.causal
     for case, arguments in zip(cases, recorder.calls, strict=True):
         batch, (q, k, v, out, lse) = len(case.rooms_q), arguments[:5]
         assert v.shape == (2, 32, 32 * (k.shape[0] // 32 + batch + 1)) and lse.shape == (4, q.shape[0])
@@ -224,6 +231,64 @@ def test_what_the_kernel_is_given(recorder: Recorder) -> None:
         assert arguments[6].shape == (1, 4, q.shape[0] + batch + 1)
         assert arguments[11:14] == (1, 128, 0.3) and arguments[14:17] == (None, None, None)
         assert arguments[17].dtype == torch.int32 and arguments[18:] == (batch + 1, 132)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "bounds", "softmax", "tile_m"),
+    [
+        (64, 50_000, (100, 200), Softmax.EAGER, 128),
+        (64, 50_000, (4096, 4096), Softmax.HALF_SCORES, 192),
+        (64, 300, (4096, 4096), Softmax.EAGER, 128),
+        (128, 50_000, (100, 200), Softmax.EAGER, 128),
+        (128, 50_000, (4096, 4096), Softmax.HALF_SCORES, 192),
+        (128, 300, (4096, 4096), Softmax.EAGER, 128),
+        (256, 50_000, (100, 200), Softmax.EAGER, 128),
+        (256, 50_000, (4096, 4096), Softmax.HALF_SCORES, 128),
+    ],
+)
+def test_bounds_of_lengths_and_tiles_decide_on_the_kernel(
+    head_dim: int, rows: int, bounds: tuple[int, int], softmax: Softmax, tile_m: int, causal: bool
+) -> None:
+    config = config_of_bounds(head_dim, rows, bounds, causal)
+    assert (config.softmax, config.tile_m, config.tile_n) == (softmax, tile_m, 128)
+    assert config.layout == "varlen" and config.causal == causal and not config.lowers_queries
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "most"),
+    [(64, False, 512), (64, True, 1024), (128, False, 512), (128, True, 1024), (256, False, 640)],
+)
+def test_the_most_keys_that_are_few(head_dim: int, causal: bool, most: int) -> None:
+    """With an LSE there are more of them, and tiles may be few."""
+    few, many = (config_of_bounds(head_dim, 50_000, (4096, n), causal) for n in (most, most + 1))
+    assert few.softmax is Softmax.EAGER and many.softmax is Softmax.HALF_SCORES
+    longest = {(64, False): 512, (64, True): 1536, (128, False): 1280, (128, True): 1024, (256, False): 768}
+    most_with_lse = longest[head_dim, causal]
+    for keys, softmax in ((most_with_lse, Softmax.EAGER), (2048, Softmax.HALF_SCORES)):
+        of_lse = config_of_bounds(head_dim, 300, (4096, keys), causal, with_lse=True)
+        # Which has another softmax for more keys.
+        other = Softmax.LAGGING if (head_dim, causal) == (64, True) else Softmax.HALF_SCORES
+        assert of_lse.softmax is (softmax if softmax is Softmax.EAGER else other)
+
+
+def config_of_bounds(
+    head_dim: int, rows: int, bounds: tuple[int, int], causal: bool, with_lse: bool = False
+) -> Fp8ForwardConfig:
+    """That of eight sequences in so many rows: as a call on 16 bits has it, and one on parts."""
+    q, k = (torch.empty(rows, heads, head_dim, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    starts = torch.empty(9, dtype=torch.int32, device="meta")
+    named: dict[str, Any] = dict(zip(NAMES, (starts, starts, *bounds, None, None), strict=True))
+    options: dict[str, Any] = {"causal": causal, "return_attn_probs": with_lse, "exact_lse": False}
+    plan = explain_fp8(q, k, k, **named, **options, device_capability=(9, 0))
+    config, quantizer = plan.attention.config, plan.quantizer_config
+    assert isinstance(config, Fp8ForwardConfig) and quantizer is not None
+    lengths = Lengths(starts, starts, None, None, *bounds)
+    c = Fp8Quantization(block_k=quantizer.block_k)
+    parts = empty_packed(quantizer, q, k, k, lengths, c)
+    problem = packed_fp8.packed_problem_of(parts, causal, False, FULL_SIDES, without_lse=not with_lse)
+    assert fp8_rules.select_for(problem) == config
+    return config
 
 
 def test_a_window_and_rows_of_v_choose_other_kernels(recorder: Recorder) -> None:

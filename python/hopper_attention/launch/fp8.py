@@ -34,7 +34,14 @@ from hopper_attention.launch.base import (
 from hopper_attention.launch.forward import run_forward
 from hopper_attention.launch.transpose import transpose_values
 from hopper_attention.launch.widen import widened
-from hopper_attention.layout import TMA_BYTES, Repair, contiguous_copy, make_addressable, repairs_for
+from hopper_attention.layout import (
+    TMA_BYTES,
+    Repair,
+    contiguous_copy,
+    lies_in_vectors,
+    make_addressable,
+    repairs_for,
+)
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 from hopper_attention.notices import warn_once
 from hopper_attention.problem import Fp8AttentionProblem
@@ -234,7 +241,7 @@ class Fp8HopperLauncher(Launcher):
     def _values(self, v: QuantizedTensor | TransposedV) -> Tensor:
         """V as the kernel takes it."""
         if isinstance(v, TransposedV):
-            return v.data
+            return make_addressable(v.data)
         return make_addressable(v.data) if self.transposes else transpose_values(v.data)
 
 
@@ -260,7 +267,7 @@ def _dense_rows(scale: Tensor) -> Tensor:
 
 def vectors_of(mean: Tensor) -> Tensor:
     """The mean with vectors of neighbouring elements that begin at multiples of 16 bytes."""
-    return mean if mean.is_contiguous() and mean.data_ptr() % TMA_BYTES == 0 else contiguous_copy(mean)
+    return mean if lies_in_vectors(mean, TMA_BYTES // mean.itemsize) else contiguous_copy(mean)
 
 
 Fp8Launch = EmulationLaunch | NoScoresLaunch | DequantizedLaunch | Fp8HopperLauncher

@@ -20,7 +20,7 @@ from hopper.forward.fp8.tilings import scores_fit_half
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import FP8_DTYPE
-from hopper_attention.fp8_rules import packed_problem
+from hopper_attention.fp8_rules import KeysOfPacked, packed_problem
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of, no_vectors
 from hopper_attention.launch.forward import NO_SIDES
 from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_config, vectors_of
@@ -140,7 +140,7 @@ class PackedFp8Launcher(Launcher):
     def _values(self, parts: PackedQuantizedQKV) -> Tensor:
         """V as the kernel takes it."""
         if isinstance(parts.v, PackedTransposedV):
-            return parts.v.data
+            return make_packed_addressable(parts.v.data)
         if self.config.v_rows:
             return make_packed_addressable(parts.v.data)
         return transpose_packed_values(parts.v.data, parts.lengths)
@@ -153,10 +153,10 @@ class PackedFp8Launcher(Launcher):
         if self.config.lone_scales:
             of_q, of_k, of_v = (x.scale.t() for x in (parts.q, parts.k, parts.v))
             return of_q.unflatten(1, (kv_heads, -1)), of_k.unsqueeze(2), ones, of_v.unsqueeze(2)
-        of_qk = parts.q.scale[None], parts.k.scale[None]
+        of_qk = parts.q.scale.contiguous()[None], parts.k.scale.contiguous()[None]
         if parts.v.block == ONE_PER_SEQUENCE:
             return *of_qk, ones.view(1, kv_heads, batch + 1), parts.v.scale.t().contiguous().unsqueeze(2)
-        return *of_qk, parts.v.scale[None], ones
+        return *of_qk, parts.v.scale.contiguous()[None], ones
 
 
 def empty_results(parts: PackedQuantizedQKV, wants_lse: bool) -> tuple[Tensor, Tensor]:
@@ -214,12 +214,15 @@ def packed_problem_of(
         problem = packed_problem(q.shape, v.shape, of_mask, longest, exact_lse, without_lse)
         return replace(problem, out_dtype=parts.dtype)
     half_scores = scores_fit_half(q.largest, k.largest, q.shape[2])
+    sizes, of_mask = (q.shape[0], q.shape[1]), MaskSpec(causal, *window)
+    known = KeysOfPacked.of(sizes, parts.lengths[4:], of_mask, without_lse)
     return Fp8AttentionProblem(
         FP8_DTYPE,
         parts.dtype,
         q.shape[2],
         v.shape[2],
         causal,
+        known.longest_k,
         has_window=window != FULL_SIDES,
         has_chunk=window[2] > 0,
         is_packed=True,
@@ -230,6 +233,7 @@ def packed_problem_of(
         half_scores=half_scores,
         exact_lse=exact_lse,
         without_lse=without_lse,
+        few_tiles=known.few_tiles,
     )
 
 

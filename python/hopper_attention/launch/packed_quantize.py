@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from hopper.quantize.config import QuantizeConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Target
+from hopper_attention.device_memory import Piece, Pieces
 from hopper_attention.launch import value_mean
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of
 from hopper_attention.launch.quantize import (
@@ -88,63 +90,83 @@ class PackedQuantizeLauncher(Launcher):
         if self.device_index != torch.cuda.current_device():
             return self.call_there(q, k, v, lengths, c)
         parts = empty_packed(self.config, q, k, v, lengths, c)
-        unused = no_words(q.device)
         sources = tuple(make_packed_addressable(x).unsqueeze(0) for x in (q, k, v))
+        mean = no_words(q.device)
         if c.smooth_v:
-            value_mean.find_packed(v, parts.batch + 1).fill_packed(sources[2], lengths, parts.mean_v)
+            mean = parts.mean_v
+            value_mean.find_packed(v, parts.batch + 1).fill_packed(sources[2], lengths, mean)
         outputs = (parts.q.data, parts.k.data, parts.v.data, parts.q.scale, parts.k.scale, parts.v.scale)
-        self.kernel(
-            *sources,
-            *(x.unsqueeze(0) for x in outputs),
-            sign_masks(self.config.head_dim, c.seed, q.device) if c.rotate else unused,
-            sign_masks(self.config.head_dim_v, c.seed, q.device) if c.rotate_v else unused,
-            unused,
-            parts.mean_v if c.smooth_v else unused,
-            lengths.cu_seqlens_q,
-            lengths.cu_seqlens_k,
-            *(
-                device_memory.no_lengths(q.device) if used is None else used
-                for used in (lengths.seqused_q, lengths.seqused_k)
-            ),
-            self.num_ctas,
-        )
+        starts, no_lengths = lengths[:2], device_memory.no_lengths(q.device)
+        used = tuple(no_lengths if x is None else x for x in lengths[2:4])
+        given = sources, tuple(x.unsqueeze(0) for x in outputs), self.constants(c, q.device), mean
+        self.kernel(*self.arguments(*given, (*starts, *used)))
         return parts
+
+    def constants(self, c: Fp8Quantization, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """The signs by which Q and K, and V, are rotated, and what stands for a mean of K."""
+        unused = no_words(device)
+        of_qk = sign_masks(self.config.head_dim, c.seed, device) if c.rotate else unused
+        of_v = sign_masks(self.config.head_dim_v, c.seed, device) if c.rotate_v else unused
+        return of_qk, of_v, unused
+
+    def arguments(
+        self,
+        sources: tuple[Any, ...],
+        outputs: tuple[Any, ...],
+        constants: tuple[Any, Any, Any],
+        mean: Any,
+        lengths: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """What the kernel takes, in its order: q, k and v (1, total, ...), ``output_pieces`` as one batch, and the
+        first four of ``Lengths``, without None."""
+        return (*sources, *outputs, *constants, mean, *lengths, self.num_ctas)
+
+
+def output_pieces(
+    config: QuantizeConfig, q_shape: tuple[int, ...], v_shape: tuple[int, ...], batch: int
+) -> Pieces:
+    """What a quantizer of ``config`` makes of q (total_q, heads, head_dim) and v (total_k, kv_heads, head_dim_v) of so
+    many sequences: codes of q, k and v, and their scales."""
+    (total_q, heads, head_dim), (total_k, kv_heads, head_dim_v) = q_shape, v_shape
+    blocks_q = count_units(total_q, batch, config.block_q)
+    blocks_k = count_units(total_k, batch, config.block_k)
+    keys = count_units(total_k, batch, FP8_KEYS_PER_STEP) * FP8_KEYS_PER_STEP
+    return (
+        Piece((total_q, heads, head_dim), E4M3),
+        Piece((total_k, kv_heads, head_dim), E4M3),
+        Piece((kv_heads, head_dim_v, keys), E4M3),
+        Piece((heads, blocks_q)),
+        Piece((kv_heads, blocks_k)),
+        Piece((kv_heads, blocks_k)),
+    )
+
+
+def mean_piece(v_shape: tuple[int, ...], batch: int) -> Piece:
+    """The mean of V of each sequence, and of the rows behind the last."""
+    return Piece((batch + 1, *v_shape[1:]))
 
 
 def empty_packed(
     config: QuantizeConfig, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, c: Fp8Quantization
 ) -> PackedQuantizedQKV:
     """Memory for what a quantizer of ``config`` makes."""
-    batch, device = lengths.cu_seqlens_q.shape[0] - 1, q.device
-    (total_q, heads, _), (total_k, kv_heads, head_dim_v) = q.shape, v.shape
-    largest_q, largest_k = config.largest_codes
-    blocks_q = count_units(total_q, batch, config.block_q)
-    blocks_k = count_units(total_k, batch, config.block_k)
-    keys = count_units(total_k, batch, FP8_KEYS_PER_STEP) * FP8_KEYS_PER_STEP
-
-    def codes(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=E4M3, device=device)
-
-    def scales(of_heads: int, blocks: int) -> Tensor:
-        return torch.empty(of_heads, blocks, dtype=torch.float32, device=device)
-
+    batch, device, (largest_q, largest_k) = lengths.cu_seqlens_q.shape[0] - 1, q.device, config.largest_codes
+    pieces = output_pieces(config, q.shape, v.shape, batch)
+    q_codes, k_codes, v_codes, of_q, of_k, of_v = (piece.empty(device) for piece in pieces)
+    mean = (mean_piece(v.shape, batch) if c.smooth_v else Piece((0,))).empty(device)
     return PackedQuantizedQKV(
-        PackedQuantizedTensor(codes(*q.shape), scales(heads, blocks_q), config.block_q, largest_q),
-        PackedQuantizedTensor(codes(*k.shape), scales(kv_heads, blocks_k), config.block_k, largest_k),
-        PackedTransposedV(
-            codes(kv_heads, head_dim_v, keys), scales(kv_heads, blocks_k), config.block_k, total_k
-        ),
+        PackedQuantizedTensor(q_codes, of_q, config.block_q, largest_q),
+        PackedQuantizedTensor(k_codes, of_k, config.block_k, largest_k),
+        PackedTransposedV(v_codes, of_v, config.block_k, v.shape[0]),
         lengths=lengths,
         quantization=c,
         dtype=q.dtype,
-        mean_v=torch.empty(
-            (batch + 1, kv_heads, head_dim_v) if c.smooth_v else 0, dtype=torch.float32, device=device
-        ),
+        mean_v=mean,
     )
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
-def _find(
+def find(
     dtype: torch.dtype, head_dim: int, head_dim_v: int, c: Fp8Quantization, device: torch.device
 ) -> PackedQuantizeLauncher:
     """The launcher of a kind of problems; compiles or loads its kernel the first time."""
@@ -164,4 +186,4 @@ def quantize_packed_fused(
     Raises:
         RuntimeError: that first call is made while a CUDA graph is captured.
     """
-    return _find(q.dtype, k.shape[2], v.shape[2], c, q.device)(q, k, v, lengths, c)
+    return find(q.dtype, k.shape[2], v.shape[2], c, q.device)(q, k, v, lengths, c)

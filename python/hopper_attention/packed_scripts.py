@@ -1,0 +1,129 @@
+"""FP8 attention to packed sequences as one script: the plan, what is made for attention, attention, what adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cute_kernels.plan.config import check_packed_size, plan_words
+from hopper_attention import device_memory
+from hopper_attention._kernels import kept_argument
+from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.launch import at_once
+from hopper_attention.launch.at_once import Given, Script, Step
+from hopper_attention.launch.base import NO_SIDES, no_vectors
+from hopper_attention.launch.packed_forward import OF_QUERIES
+from hopper_attention.launch.packed_fp8 import PackedFp8Launcher
+from hopper_attention.lengths import Lengths
+
+Q, K, V, OUT, LSE, COUNTER, SCALE, STARTS_Q, STARTS_K, USED_K, PLAN, FIRST = range(12)
+"""Arguments of a script. From ``FIRST`` on come further tensors of the call, and behind them other work memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedCall:
+    """What serves calls like an earlier one, without a window: ``script`` makes its launches, in memory for ``work``,
+    of which the plan is the first piece. ``kept`` lives as long."""
+
+    device_index: int
+    script: Script
+    work: Pieces
+    out: Facts
+    lse: Facts
+    no_lse: Any
+    default_scale: float
+    kept: Any = ()
+
+    def __call__(
+        self, tensors: Sequence[Tensor], lengths: Lengths, scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse; an lse that is not wanted has no elements. ``tensors`` are q, k, v and further ones."""
+        make, index = device_memory.empty_on_gpu, self.device_index
+        out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
+        counter = device_memory.tile_counter(index)
+        plan, *others = device_memory.work_memory(out.device, index, self.work).arguments
+        q, k, v, *more = tensors
+        of_lengths = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k
+        self.script.run(q, k, v, out, lse, counter, scale, *of_lengths, plan, *more, *others)
+        return out, lse
+
+
+@dataclass(frozen=True)
+class PackedSteps:
+    """What the launches of a script share: ``launcher`` attends, to q and v of these shapes, whose sequences lie as
+    those of ``lengths`` do."""
+
+    launcher: PackedFp8Launcher
+    q_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    lengths: Lengths
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, launcher: PackedFp8Launcher, q: Tensor, v_shape: tuple[int, ...], lengths: Lengths
+    ) -> PackedSteps:
+        """Those of calls with tensors of these sizes.
+
+        Raises:
+            NotImplementedError: there are more tiles than the kernel can count.
+        """
+        steps = cls(launcher, tuple(q.shape), tuple(v_shape), lengths, q.device)
+        totals = q.shape[0], v_shape[0]
+        check_packed_size("FP8 kernel", q.shape[1], steps.batch, totals, launcher.config.tile_queries)
+        return steps
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.lengths.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def unused(self) -> Any:
+        """In place of lengths, where all rows of sequences count."""
+        return kept_argument(device_memory.no_lengths(self.device))
+
+    @property
+    def used_k(self) -> Any:
+        """Lengths of K, or ``unused``."""
+        return self.unused if self.lengths.seqused_k is None else Given(USED_K)
+
+    @property
+    def plan_memory(self) -> Piece:
+        """Of the plan."""
+        words = plan_words(self.q_shape[0], self.batch, self.launcher.config.tile_queries)
+        return Piece((words,), torch.int32)
+
+    def plan(self) -> Step:
+        """What makes the plan."""
+        totals = self.q_shape[0], self.v_shape[0]
+        starts = Given(STARTS_Q), Given(STARTS_K)
+        of_plan = *totals, self.launcher.config.tile_queries, OF_QUERIES
+        return Step(self.launcher.planner.kernel, (*starts, self.unused, self.used_k, Given(PLAN), *of_plan))
+
+    def attention(
+        self,
+        tensors: tuple[Any, Any, Any],
+        filled: tuple[Any, Any],
+        scales: tuple[Any, Any, Any, Any],
+        mean: Any,
+        blocks: tuple[int, int],
+    ) -> Step:
+        """What attends: to ``tensors`` q, k and v, with ``scales`` of them and of the output, into ``filled``. Of Q and
+        of K ``blocks`` of rows share a scale."""
+        options = *NO_SIDES, Given(PLAN), self.batch + 1, self.launcher.num_ctas
+        given = *tensors, *filled, Given(COUNTER), *scales, mean, *blocks, Given(SCALE), *options
+        return Step(self.launcher.kernel, given)
+
+    def call(self, steps: Sequence[Step], work: Pieces, dtype: torch.dtype, kept: Any = ()) -> ScriptedCall:
+        """That of a script of these steps, whose output has ``dtype``; ``work`` comes behind the plan."""
+        total_q, heads, head_dim = self.q_shape
+        out = Piece((total_q, heads, self.v_shape[2]), dtype).facts
+        no_lse = kept_argument(no_vectors(1, heads, self.device)[0])
+        results = out, Piece((heads, total_q)).facts, no_lse, head_dim**-0.5
+        memory = self.plan_memory, *work
+        return ScriptedCall(self.launcher.device_index, at_once.make_script(steps), memory, *results, kept)
