@@ -259,9 +259,19 @@ class ForwardConfig:
         return self.alibi and self.causal and self.element_bytes == 2 and not (self.functions or self.softcap)
 
     @property
+    def takes_used_columns(self) -> bool:
+        """Whether there are kernels with ``used_head_dim``."""
+        return True
+
+    @property
+    def used_steps(self) -> tuple[int, int]:
+        """What ``used_head_dim`` and ``used_head_dim_v`` are multiples of."""
+        return COLUMNS_PER_STEP, COLUMNS_PER_ATOM
+
+    @property
     def steps_qk(self) -> int:
-        """Steps of Q K^T, each of ``COLUMNS_PER_STEP``, where not all columns are multiplied; 0 is all."""
-        return self.used_head_dim // COLUMNS_PER_STEP
+        """Steps of Q K^T where not all columns are multiplied; 0 is all."""
+        return self.used_head_dim // self.used_steps[0]
 
     @property
     def columns_pv(self) -> int:
@@ -552,7 +562,7 @@ def validate_forward_config(config: ForwardConfig) -> None:
             f"divide tile_n, {c.tile_n}"
         )
     check_block_lists(c)
-    check_used_columns(c, (COLUMNS_PER_STEP, COLUMNS_PER_ATOM))
+    check_used_columns(c)
     check_group(c)
     _validate_registers(c)
     if c.o_shares_q and c.o_bytes > c.q_bytes:

@@ -6,15 +6,15 @@ GROUPS = (2, 4, 8, 16, 32, 64)
 """Query heads that a tile may have as rows: those that divide the 64 rows of a warpgroup."""
 
 
-def check_used_columns(config: Any, steps: tuple[int, int]) -> None:
-    """Both are given or none is. ``steps`` are those of columns of Q and K, and of V."""
+def check_used_columns(config: Any) -> None:
+    """Both are given or none is."""
     c = config
-    if bool(c.used_head_dim) != bool(c.used_head_dim_v) or (c.used_head_dim and c.element_bytes != 2):
+    if bool(c.used_head_dim) != bool(c.used_head_dim_v) or (c.used_head_dim and not c.takes_used_columns):
         raise ValueError(
-            f"used_head_dim is {c.used_head_dim} and used_head_dim_v {c.used_head_dim_v} of elements of "
-            f"{c.element_bytes} bytes, allowed: 0 and 0, or in 16 bits both more"
+            f"used_head_dim is {c.used_head_dim} and used_head_dim_v {c.used_head_dim_v}, allowed: 0 and 0, or both "
+            "more, of e4m3 without two_level and wide_codes"
         )
-    for name, step in zip(("head_dim", "head_dim_v"), steps, strict=True):
+    for name, step in zip(("head_dim", "head_dim_v"), c.used_steps, strict=True):
         used, of_tile = getattr(c, f"used_{name}"), getattr(c, name)
         if used % step or not 0 <= used <= of_tile:
             raise ValueError(f"used_{name} is {used}, allowed: multiples of {step} up to {name}, {of_tile}")

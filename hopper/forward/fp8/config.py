@@ -23,6 +23,10 @@ P in the order of the accumulator."""
 V_ROW_COLUMNS = 64
 """Of V in rows, that the four warps which transpose it take at once."""
 
+USED_COLUMNS = 32
+"""Columns of Q and K in a step of their product. Of V whole vectors of ``PartialSumsOutput``, and pairs of units that
+are transposed."""
+
 V_ROW_STAGES = 2
 """Blocks of FP8 V in rows that wait in shared memory for their transposition."""
 
@@ -152,6 +156,14 @@ class Fp8ForwardConfig(ForwardConfig):
         block's time, so that to be wary costs little: with 768 keys 3 % of N(0, 1), where peaky inputs gain 5 to 8
         (`fp8_wary_beginnings.json`). With 512 it would take N(0, 1) to 1.00 of FlashAttention-3's speed or below."""
         return 5 if self.head_dim > 128 else 8
+
+    @property
+    def takes_used_columns(self) -> bool:
+        return not (self.two_level or self.wide_codes)
+
+    @property
+    def used_steps(self) -> tuple[int, int]:
+        return USED_COLUMNS, USED_COLUMNS
 
     @property
     def input_dtypes(self) -> tuple[str, ...]:

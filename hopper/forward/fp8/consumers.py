@@ -13,7 +13,6 @@ from cute_kernels.score_tile import ScoreTile
 from hopper.forward.consumer import Consumer
 from hopper.forward.ending import TileEnding
 from hopper.forward.operands import consumer_slot
-from hopper.wgmma import issue_gemm
 
 
 class LaggingConsumer(Consumer):
@@ -84,9 +83,7 @@ class LaggingConsumer(Consumer):
         acc_S = self._make_acc_S()
         self.pipes.k.consumer_wait(k_state)
         self.ping_pong.take_turn()
-        issue_gemm(
-            self.mmas.qk, acc_S, self.queries.fragment, self.tSrK[None, None, None, k_state.index], False
-        )
+        self._start_scores(acc_S, k_state)
         self.output.enter_product()
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()

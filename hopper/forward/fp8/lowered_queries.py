@@ -87,7 +87,8 @@ class LoweredQueries(LoopInvariant):
     @property
     def _squares_too_large(self) -> float:
         """What makes of a sum of squares a number that is above 1 where scores may be too large, by their square."""
-        return self.config.head_dim * (LARGEST_CODE / (LARGEST_PRODUCT * SQUARED_BY)) ** 2
+        columns = self.config.used_head_dim or self.config.head_dim
+        return columns * (LARGEST_CODE / (LARGEST_PRODUCT * SQUARED_BY)) ** 2
 
     def _chunks(self, rows: SwizzledBytes, wg: Int32, row: Int32, lane: Int32) -> list:
         """Those of a row that the lane of this number among its four takes: neighbours in each run of bytes that is

@@ -219,9 +219,10 @@ class MeansOfRuns(MeanOfV):
         # None for a tile whose keys are of one run.
         steps = self.differences.shape[1] if first_edge < runs else first_step
         own = self._place()[1] % LANES_PER_ROW
-        mma = self._mma()
+        mma = self._mma(self.config.columns_pv)
         tA = cute.make_rmem_tensor(mma.partition_shape_A((WARPGROUP_ROWS, DEPTH)), BFloat16)
-        pairs, tB = cute.recast_tensor(tA, Int32), self._operand(mma)
+        # A descriptor says where they lie. How many columns are read is in the instruction.
+        pairs, tB = cute.recast_tensor(tA, Int32), self._operand(self._mma(self._columns))
         ahead = STEPS_AT_HAND if self.config.reads_notes_at_once else 1
         notes = cute.make_rmem_tensor((NOTE_WORDS, ahead), Float32)
         for first in cutlass.range(first_step, steps, STEPS_AT_HAND, unroll=1):
@@ -269,8 +270,8 @@ class MeansOfRuns(MeanOfV):
             source += Int64(4) * by_step
         cute.arch.cp_async_commit_group()
 
-    def _mma(self) -> cute.TiledMma:
-        """O += sums of P, in registers, times differences."""
+    def _mma(self, columns: int) -> cute.TiledMma:
+        """O += sums of P, in registers, times differences, in so many columns."""
         return hopper_helpers.make_trivial_tiled_mma(
             BFloat16,
             BFloat16,
@@ -278,7 +279,7 @@ class MeansOfRuns(MeanOfV):
             OperandMajorMode.K,
             Float32,
             (1, 1, 1),
-            (WARPGROUP_ROWS, self._columns),
+            (WARPGROUP_ROWS, columns),
             a_source=OperandSource.RMEM,
         )
 
@@ -291,7 +292,7 @@ class MeansOfRuns(MeanOfV):
 
     @property
     def _columns(self) -> int:
-        """Of O."""
+        """Of the memory of O."""
         return self.staging.floats.shape[0] // (STEPS_AT_HAND * WORDS_OF_EDGES)
 
     @cute.jit

@@ -34,7 +34,7 @@ class PartialSumsOutput(Output):
     def __init__(self, means: MeansOfRuns, *output: Any):
         super().__init__(*output)
         self.means, self.staging = means, means.staging
-        self.vectors = self.config.head_dim_v // (GROUPS * COLUMNS_PER_GROUP)
+        self.vectors = self.config.columns_pv // (GROUPS * COLUMNS_PER_GROUP)
 
     def note_change(self, run: Int32):
         """Before the sums count a block that is the first visited of ``run``, whose mean may be another."""

@@ -17,6 +17,7 @@ from hopper.config import (
     validate_forward_config,
 )
 from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.native import BETWEEN, Native, fitted, native_of, native_size, with_used_columns
 from hopper.forward.tilings import ANY_LENGTH, MANY_TILES, PACKED_SEQLEN, Tiling, tiling
 
 ONE_CONSUMER_TRANSPOSING = Registers(consumer=192, producer=64)
@@ -260,17 +261,6 @@ def few_queries_tilings(layout: str, split: bool) -> dict[int, dict[int, Tiling]
     return FEW_QUERIES_IN_PARTS if split else FEW_QUERIES
 
 
-def _native(head_dim: int) -> int:
-    """The head_dim of the tiles that serve this one.
-
-    Raises:
-        ValueError: it is too large.
-    """
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {head_dim}, allowed: at most {MAX_HEAD_DIM}")
-    return min(size for size in FEW_QUERIES if size >= head_dim)
-
-
 FP8_TWO_LEVEL_TILINGS: dict[int, tuple[Tiling, ...]] = {
     64: (
         two_level(128, 128, 4, polynomial_pairs=3),
@@ -395,36 +385,40 @@ def select_fp8_forward_config(
     """
     if exact_lse and v_rows:
         raise ValueError("v_rows is True, allowed with exact_lse: False")
-    fits = [size for size, _ in FP8_TILINGS if size >= max(head_dim, head_dim_v)]
-    if not fits:
+    if max(head_dim, head_dim_v) > MAX_HEAD_DIM:
         raise ValueError(
             f"head_dim {head_dim} and head_dim_v {head_dim_v}: both may be at most {MAX_HEAD_DIM}"
         )
-    is_packed = layout == VARLEN
+    native = native_of(head_dim, head_dim_v, exact_lse or two_level)
+    size, is_packed = native.tiles, layout == VARLEN
     if exact_lse:
-        any_width = FP8_EXACT_LSE_TILINGS[min(fits)]
+        any_width = FP8_EXACT_LSE_TILINGS[size]
         tilings = tuple(t for t in any_width if not two_level or t.tile_n <= EXACT_TWO_LEVEL_KEYS)
-        causal = causal and not (window and is_packed and min(fits) == MAX_HEAD_DIM)
+        causal = causal and not (window and is_packed and size == MAX_HEAD_DIM)
     else:
         without_lse = without_lse and not (v_rows and window)
-        tilings = _fp8_tilings(min(fits), causal, v_rows, two_level, half_scores, without_lse)
+        tilings = _fp8_tilings(size, causal, v_rows, two_level, half_scores, without_lse)
     if is_packed and v_rows and without_lse and not two_level:
-        tilings = FP8_PACKED_ROW_TILINGS[min(fits), causal]
+        tilings = FP8_PACKED_ROW_TILINGS[size, causal]
     elif is_packed:
         seqlen_k = min(seqlen_k or PACKED_SEQLEN, PACKED_SEQLEN)
     dividing = [tiling for tiling in tilings if block_k % tiling.tile_n == 0]
     if not dividing:
         widths = " or ".join(str(width) for width in sorted({tiling.tile_n for tiling in tilings}))
-        raise ValueError(f"block_k is {block_k}, allowed at head_dim {min(fits)}: multiples of {widths}")
+        raise ValueError(f"block_k is {block_k}, allowed at head_dim {size}: multiples of {widths}")
     wide = [tiling for tiling in dividing if tiling.tile_n > NARROW_KEYS] or dividing
     chosen = next((tiling for tiling in wide if seqlen_k <= tiling.max_seqlen_k), wide[-1])
     if few_tiles and without_lse and not two_level:
         is_in_runs = half_scores and not window and seqlen_k > RUNLESS_KEYS
         table = FEW_ROWS if v_rows else FEW_TILES_IN_RUNS if is_in_runs else FEW_KEYS
-        chosen = _in_lower_tiles(chosen, table.get(min(fits)), block_k)
-    config = _build(chosen, min(fits), causal, output)
+        chosen = _in_lower_tiles(chosen, table.get(size), block_k)
+    if native == BETWEEN and v_rows and dict(chosen.fields).get("softmax") is Softmax.EAGER:
+        # O goes from registers where it has no place of its own, which is faster.
+        native = native_size(MAX_HEAD_DIM)
+    config = _build(chosen, native, causal, output)
     lowers = config.softmax is Softmax.HALF_SCORES and (v_rows or not half_scores)
     config = replace(config, window=window, layout=layout, chunk=chunk, lowers_queries=lowers)
+    config = with_used_columns(config, head_dim, head_dim_v)
     return with_lone_scales(config) if v_rows else config
 
 
@@ -445,10 +439,11 @@ def select_fp8_few_queries_config(
     Raises:
         ValueError: a head dimension is too large, or no tile has ``group`` heads.
     """
-    native = _native(max(head_dim, head_dim_v))
-    tiles = few_queries_tilings(layout, split)[native]
+    native = native_size(max(head_dim, head_dim_v))
+    tiles = few_queries_tilings(layout, split)[native.tiles]
     built = replace(_build(tiles[tile_rows], native, causal, output), layout=layout)
     config = replace(with_lone_scales(built), group=group, split=split)
+    config = with_used_columns(config, head_dim, head_dim_v)
     validate_forward_config(config)
     return config
 
@@ -465,8 +460,9 @@ def with_runs(config: Fp8ForwardConfig, seqlen_k: int) -> Fp8ForwardConfig:
     is_half = config.softmax is Softmax.HALF_SCORES and config.is_plain
     if seqlen_k <= RUNLESS_KEYS or not is_half or config.v_rows or config.lowers_queries:
         return config
-    mean_blocks = MEAN_KEYS[config.head_dim] // config.tile_n
-    means = RUN_KEYS[config.head_dim] // (mean_blocks * config.tile_n)
+    size = native_size(config.head_dim_v).tiles
+    mean_blocks = MEAN_KEYS[size] // config.tile_n
+    means = RUN_KEYS[size] // (mean_blocks * config.tile_n)
     return replace(config, run_blocks=means * mean_blocks, mean_blocks=mean_blocks)
 
 
@@ -505,15 +501,10 @@ def _fp8_tilings(
     return special.get((head_dim, causal), usual)
 
 
-def _build(tiling: Tiling, head_dim: int, causal: bool, output: str) -> Fp8ForwardConfig:
-    return tiling.build(
-        Fp8ForwardConfig,
-        dtype=FP8_DTYPE,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        causal=causal,
-        output=output,
-    )
+def _build(tiling: Tiling, native: Native, causal: bool, output: str) -> Fp8ForwardConfig:
+    tiling = fitted(tiling, native)
+    dims = {"head_dim": native.head_dim, "head_dim_v": native.head_dim_v}
+    return tiling.build(Fp8ForwardConfig, dtype=FP8_DTYPE, causal=causal, output=output, **dims)
 
 
 def _with_any_codes(config: Fp8ForwardConfig) -> tuple[Fp8ForwardConfig, ...]:
@@ -525,7 +516,7 @@ def _with_any_codes(config: Fp8ForwardConfig) -> tuple[Fp8ForwardConfig, ...]:
 def shipped_exact_lse_configs() -> tuple[Fp8ForwardConfig, ...]:
     """Every config that ``select_fp8_forward_config`` can return with ``exact_lse``."""
     return tuple(
-        _build(tiling, head_dim, causal, output)
+        _build(tiling, native_size(head_dim), causal, output)
         for output in DTYPES
         for head_dim, tilings in FP8_EXACT_LSE_TILINGS.items()
         for tiling in tilings
@@ -542,7 +533,7 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
         for head_dim, causal in FP8_TILINGS
         # Which has all tilings of scores in float32 too.
         for tiling in _fp8_tilings(head_dim, causal, False, two_level, True, without_lse=True)
-        for config in _with_any_codes(_build(tiling, head_dim, causal, output))
+        for config in _with_any_codes(_build(tiling, native_size(head_dim), causal, output))
     )
     # FP8 tensors with descales, which are what comes in rows, give bfloat16.
     lone = tuple(with_lone_scales(config) for config in transposed if config.output == "bfloat16")
@@ -551,6 +542,6 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
         for head_dim, causal in FP8_HALF_ROW_TILINGS
         # Which has those of calls with the LSE too.
         for tiling in _fp8_tilings(head_dim, causal, True, two_level, False, without_lse=True)
-        for config in (_build(tiling, head_dim, causal, "bfloat16"),)
+        for config in (_build(tiling, native_size(head_dim), causal, "bfloat16"),)
     )
     return tuple(dict.fromkeys(transposed + lone + rows))

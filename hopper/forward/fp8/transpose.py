@@ -84,7 +84,7 @@ class VTransposer(LoopInvariant):
         units = [
             (step, columns)
             for step in range(c.tile_n // FP8_KEYS_PER_STEP)
-            for columns in range(0, c.head_dim_v // COLUMNS_PER_UNIT, PRODUCER_WARPS)
+            for columns in range(0, c.columns_pv // COLUMNS_PER_UNIT, PRODUCER_WARPS)
         ]
         for i in cutlass.range_constexpr(0, len(units), UNITS_AT_ONCE):
             under_way = units[i : i + UNITS_AT_ONCE]
