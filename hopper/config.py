@@ -100,10 +100,9 @@ class ForwardConfig:
     elements of P. ``functions`` are a user's ``score_mod`` and ``mask_mod``. With ``block_lists`` the kernel visits the
     key blocks of a list alone, and asks the mask function only in those that the list calls seen in part. With
     ``page_box`` K and V lie in the pages of a cache, in each so many rows together, or a multiple; 0 is no cache.
-    ``used_head_dim`` and ``used_head_dim_v`` are the columns, of the ``head_dim`` that a row of Q and K has in shared
-    memory, and of V's, that are multiplied where those behind them are known to be zeros; 0 is all. ``group`` query
-    heads of a K/V head stand in the rows of a tile, those of one query after another; 1 is a head (``grouped``). With
-    ``split`` several CTAs visit parts of a tile's keys, and leave partial results (``split``).
+    ``used_head_dim`` of the columns of Q and K, and ``used_head_dim_v`` of V's, are multiplied where those behind them
+    are known to be zeros; 0 is all. ``group`` query heads of a K/V head stand in the rows of a tile, those of one query
+    after another (``grouped``). With ``split`` several CTAs visit parts of a tile's keys, and leave partial results.
     """
 
     dtype: str
@@ -134,6 +133,9 @@ class ForwardConfig:
     used_head_dim_v: int = 0
     group: int = 1
     split: bool = False
+
+    used_steps = COLUMNS_PER_STEP, COLUMNS_PER_ATOM
+    """What ``used_head_dim`` and ``used_head_dim_v`` are multiples of."""
 
     @property
     def is_plain(self) -> bool:
@@ -257,16 +259,6 @@ class ForwardConfig:
         """Whether a score gets only what its column adds of ALiBi. What is left, one number for a row of a block, is
         added to the row's maximum and subtracted from its exponents."""
         return self.alibi and self.causal and self.element_bytes == 2 and not (self.functions or self.softcap)
-
-    @property
-    def takes_used_columns(self) -> bool:
-        """Whether there are kernels with ``used_head_dim``."""
-        return True
-
-    @property
-    def used_steps(self) -> tuple[int, int]:
-        """What ``used_head_dim`` and ``used_head_dim_v`` are multiples of."""
-        return COLUMNS_PER_STEP, COLUMNS_PER_ATOM
 
     @property
     def steps_qk(self) -> int:

@@ -9,10 +9,9 @@ GROUPS = (2, 4, 8, 16, 32, 64)
 def check_used_columns(config: Any) -> None:
     """Both are given or none is."""
     c = config
-    if bool(c.used_head_dim) != bool(c.used_head_dim_v) or (c.used_head_dim and not c.takes_used_columns):
+    if bool(c.used_head_dim) != bool(c.used_head_dim_v):
         raise ValueError(
-            f"used_head_dim is {c.used_head_dim} and used_head_dim_v {c.used_head_dim_v}, allowed: 0 and 0, or both "
-            "more, of e4m3 without two_level and wide_codes"
+            f"used_head_dim is {c.used_head_dim} and used_head_dim_v {c.used_head_dim_v}, allowed: both 0, or both more"
         )
     for name, step in zip(("head_dim", "head_dim_v"), c.used_steps, strict=True):
         used, of_tile = getattr(c, f"used_{name}"), getattr(c, name)

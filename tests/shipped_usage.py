@@ -65,6 +65,7 @@ BESIDE_SHIPPED = {
     "tests.hopper.test_forward_compile": ("PLAIN", "NOT_PLAIN", "ABLATED"),
     "tests.hopper.test_paged": ("COMPILED",),
     "tests.hopper.test_fp8_packed": ("COMPILED",),
+    "tests.hopper.test_fp8_head_dims": ("COMPILED",),
     "tests.hopper.test_backward_compile": ("WINDOWS_AND_PACKED", "CHANGED_SCORES", "PACKED_STEPS"),
     "tests.hopper.test_wide": ("COMPILED",),
     "tests.hopper.test_decode_compile": ("COMPILED",),

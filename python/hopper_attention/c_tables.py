@@ -190,8 +190,10 @@ class Fp8Kind:
     def choose(self, seen: int) -> tuple[QuantizeConfig, Fp8ForwardConfig]:
         """The quantizer and the kernel where a query sees at most so many keys."""
         (head_dim, head_dim_v), dtype = self.dims, self.dtype
-        seen = PACKED_SEQLEN if self.layout == VARLEN else seen
-        block_k = default_block_k(head_dim, head_dim_v, seen, self.two_level, self.causal)
+        is_packed = self.layout == VARLEN
+        of_blocks = PACKED_SEQLEN if is_packed else seen
+        seen = ANY_LENGTH if is_packed and self.mask[0] else seen
+        block_k = default_block_k(head_dim, head_dim_v, of_blocks, self.two_level, self.causal)
         quantizer = QuantizeConfig(
             dtype,
             head_dim,

@@ -9,8 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper_attention.launch.value_mean import BEHIND
 
 EDGES = 4
+NANS = -1
+"""Two numbers of bfloat16."""
 
 
 def steps_of(differences: Tensor) -> Tensor:
@@ -32,10 +35,12 @@ def steps_of(differences: Tensor) -> Tensor:
 
 def memory_of_runs(config: Fp8ForwardConfig, means: Tensor, changes: Tensor) -> list[tuple[Tensor, int]]:
     """What a kernel with ``run_blocks`` takes of means of V, and in how many sizes: differences, changes, and notes of
-    a CTA, which nobody may read before they are written."""
-    differences = torch.cat([0 * means[:, :1], means[:, :-1] - means[:, 1:]], 1)
+    a CTA, which nobody may read before they are written. Behind differences a kernel of wider heads may read, and gets
+    NaN."""
+    steps = steps_of(torch.cat([0 * means[:, :1], means[:, :-1] - means[:, 1:]], 1))
+    differences = pad(steps.flatten(), (0, BEHIND), value=NANS)[:-BEHIND].view(steps.shape)
     notes = torch.full((1, means.shape[1], config.note_floats), math.nan)
-    return [(steps_of(differences), 4), (changes, 2), (notes, 3)]
+    return [(differences, 4), (changes, 2), (notes, 3)]
 
 
 def differences_of(steps: Tensor, runs: int) -> Tensor:

@@ -144,7 +144,14 @@ def test_few_keys_get_the_tiles_with_the_least_padding(head_dim, widths):
             "O is staged in Q's memory and needs 65536 bytes, allowed: 16384",
         ),
         ({"tile_n": 256}, "bytes of shared memory, allowed: 232448"),
-        ({"used_head_dim": 112}, "used_head_dim is 112 and used_head_dim_v 0 of elements of 2 bytes"),
+        (
+            {"used_head_dim": 112},
+            "used_head_dim is 112 and used_head_dim_v 0, allowed: both 0, or both more",
+        ),
+        (
+            {"used_head_dim_v": 112},
+            "used_head_dim is 0 and used_head_dim_v 112, allowed: both 0, or both more",
+        ),
         ({"used_head_dim": 104, "used_head_dim_v": 104}, "used_head_dim is 104, allowed: multiples of 16"),
         ({"used_head_dim": 112, "used_head_dim_v": 100}, "used_head_dim_v is 100, allowed: multiples of 8"),
         ({"used_head_dim": 144, "used_head_dim_v": 64}, "used_head_dim is 144, .* up to head_dim, 128"),

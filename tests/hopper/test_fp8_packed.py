@@ -75,7 +75,8 @@ def check(
 ) -> Tensor:
     """Hold each sequence to float64, as closely as its emulation comes to it, and all other rows to 0 and -inf."""
     plan = packing.plan(config.tile_m)
-    out, lse = packed_fp8_forward_on_numpy(config, parts, plan, config.head_dim**-0.5, ctas, LATE, sides)
+    softmax_scale = parts.q.shape[2] ** -0.5
+    out, lse = packed_fp8_forward_on_numpy(config, parts, plan, softmax_scale, ctas, LATE, sides)
     window = sides or (UNLIMITED, UNLIMITED)
     named = {"window_left": window[0], "window_right": window[1]}
     for (rows, keys), of_one in parts.sequences():

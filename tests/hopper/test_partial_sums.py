@@ -108,15 +108,15 @@ def test_notes_that_are_read_at_once(causal: bool) -> None:
 
 
 def assert_means_come_back(config: Fp8ForwardConfig, seqlens: tuple[int, int]) -> None:
-    """O is that of V with the means of its runs added."""
-    seqlen_k, causal, head_dim = seqlens[1], config.causal, config.head_dim
-    scale = head_dim**-0.5
+    """O is that of V with the means of its runs added. Rows have the columns that products do not leave out."""
+    seqlen_k, causal, head_dim = seqlens[1], config.causal, config.used_head_dim or config.head_dim
+    scale, head_dim_v = head_dim**-0.5, config.columns_pv
     generator = torch.Generator().manual_seed(1)
-    rows = seqlens[0], seqlen_k, seqlen_k
-    parts = quantized(*(torch.randn(1, n, 1, head_dim, generator=generator) for n in rows))
+    shapes = (1, seqlens[0], 1, head_dim), (1, seqlen_k, 1, head_dim), (1, seqlen_k, 1, head_dim_v)
+    parts = quantized(*(torch.randn(shape, generator=generator) for shape in shapes))
     tiles = -(-seqlen_k // TILE)
     run = (tiles - 1 - torch.arange(seqlen_k) // TILE) // config.mean_blocks
-    means = 8 * torch.randn(1, int(run.max()) + 1, 1, head_dim, generator=generator)
+    means = 8 * torch.randn(1, int(run.max()) + 1, 1, head_dim_v, generator=generator)
     q, k, v = dequantized(parts)
     exact, _ = attention_naive(q, k, v + means[:, run], causal=causal)
     changed = replace(parts, mean_v=means[:, -1].contiguous())

@@ -92,6 +92,8 @@ class Fp8ForwardConfig(ForwardConfig):
     run_blocks: int = 0
     mean_blocks: int = 0
 
+    used_steps = USED_COLUMNS, USED_COLUMNS
+
     @property
     def awaits_v_early(self) -> bool:
         """Whether V of a block is awaited under Q K^T, in place of behind its exponentials. Without that wait between
@@ -159,11 +161,8 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def takes_used_columns(self) -> bool:
+        """Whether there are kernels with ``used_head_dim``."""
         return not (self.two_level or self.wide_codes)
-
-    @property
-    def used_steps(self) -> tuple[int, int]:
-        return USED_COLUMNS, USED_COLUMNS
 
     @property
     def input_dtypes(self) -> tuple[str, ...]:
@@ -335,6 +334,10 @@ class Fp8ForwardConfig(ForwardConfig):
             )
         if not 0 <= self.polynomial_pairs <= 8:
             raise ValueError(f"polynomial_pairs is {self.polynomial_pairs}, allowed: 0 to 8")
+        if self.used_head_dim and not self.takes_used_columns:
+            raise ValueError(
+                f"used_head_dim is {self.used_head_dim}, allowed with two_level and wide_codes: 0"
+            )
         if self.two_level:
             _validate_two_level(self)
         if self.wide_codes:

@@ -57,7 +57,7 @@ def native_of(head_dim: int, head_dim_v: int, in_float32: bool) -> Native:
 def fitted(tiling: Tiling, native: Native) -> Tiling:
     """``tiling`` for rows of another size than those that it is made for."""
     fields = dict(tiling.fields)
-    if native == NARROW_VALUES and tiling.tile_m == 3 * WARPGROUP_ROWS:
+    if native == NARROW_VALUES and 3 * WARPGROUP_ROWS in (tiling.tile_m, tiling.tile_n):
         return replace(tiling, stages=tiling.stages - 1)
     if native == BETWEEN and fields.get("softmax") is Softmax.HALF_SCORES:
         tiling = replace(tiling, fields=tuple((fields | {"polynomial_pairs": 3}).items()))

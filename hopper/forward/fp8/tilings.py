@@ -472,8 +472,8 @@ def scores_fit_half(largest_q: float, largest_k: float, head_dim: int) -> bool:
 
 
 def shipped_long_fp8_forward_configs() -> tuple[Fp8ForwardConfig, ...]:
-    """Every config with runs that serves a problem: of so many keys one for each head_dim, mask and output, and one for
-    few tiles."""
+    """Every config with runs that serves a problem of one of ``SIZES``: of so many keys one for each head_dim, mask and
+    output, and one for few tiles."""
     chosen = [
         select_fp8_forward_config(
             head_dim, head_dim, causal, output, ANY_LENGTH, half_scores=True, without_lse=few, few_tiles=few
@@ -525,8 +525,8 @@ def shipped_exact_lse_configs() -> tuple[Fp8ForwardConfig, ...]:
 
 
 def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConfig, ...]:
-    """Every config that ``select_fp8_forward_config`` can return for this ``two_level`` without ``exact_lse``, each
-    once."""
+    """Every config that ``select_fp8_forward_config`` can return for one of ``SIZES`` and this ``two_level`` without
+    ``exact_lse``, each once."""
     transposed = tuple(
         config
         for output in DTYPES
