@@ -135,9 +135,13 @@ class Remembered(Generic[Call]):
         if len(self._calls) >= self._limit:
             self._calls.clear()
             self._latest.clear()
-        kinds = self._calls.setdefault(key, [])
-        if len(kinds) < KINDS and len(set(map(id, tensors))) == len(tensors):
+        if self.has_room(key, *tensors):
+            kinds = self._calls.setdefault(key, [])
             kinds.append(Kept(like(*tensors, of_any_length=of_any_length), call))
+
+    def has_room(self, key: Hashable, *tensors: Tensor) -> bool:
+        """Whether ``keep`` would keep a call of these, which may be much work to make."""
+        return len(self._calls.get(key, ())) < KINDS and len(set(map(id, tensors))) == len(tensors)
 
     def comes_again(self, key: Hashable) -> bool:
         """Whether this was asked of the key before: what ``keep`` takes is lost on sizes that are new in every call."""

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from cute_kernels.problem import MAX_SEQLEN
-from hopper_attention import checks, device_memory
+from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Piece, Pieces
 from hopper_attention.fp8_rules import classes_of_lengths
 from hopper_attention.launch import packed_quantize, value_mean
 from hopper_attention.launch.at_once import Given, Part, Step
-from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, no_vectors
+from hopper_attention.launch.base import REMEMBERED_CALLS, no_vectors
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
 from hopper_attention.launch.packed_quantize import PackedQuantizeLauncher
 from hopper_attention.launch.varlen import is_empty
-from hopper_attention.layout import TMA_BYTES, make_packed_addressable
+from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.packed_fp8_plan import PackedCall, problem_of
@@ -34,6 +34,8 @@ from hopper_attention.packed_scripts import (
     Q,
     ScriptedCall,
     V,
+    find_again,
+    serve,
 )
 from hopper_attention.quantized import Fp8Quantization
 
@@ -47,8 +49,7 @@ def attend(
     softmax_scale: Any,
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a call without a window on q, k and v, if one like it was made, and its GPU is the current one; or
-    None. None in a CUDA graph too, which would outlive constants that are kept with a call.
+    """out and lse of a call without a window on q, k and v, if one like it was made and ``serve`` can; else None.
 
     Args:
         given: where sequences lie, as ``Lengths``, unchecked.
@@ -60,17 +61,9 @@ def attend(
         return None
     if not (0 < longest_q <= MAX_SEQLEN and 0 < longest_k <= MAX_SEQLEN):
         return None
-    group, compared = _group_of(lengths, quantization, options), (q, k, v, *lengths.different)
-    call = remembered.find_latest(group, *compared)
-    if call is None:
-        call = remembered.find((q.shape, k.shape, *group), *compared, group=group)
-    if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
-        return None
-    index = call.device_index
-    if current_device() != index or device_memory.records_graph(index):
-        return None
-    scale = call.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
-    return call(tensors, lengths, scale, wants_lse=bool(options[1]))
+    group = _group_of(lengths, quantization, options)
+    call = find_again(remembered, group, q, k, v, *lengths.different)
+    return serve(call, tensors, lengths, softmax_scale, bool(options[1]))
 
 
 def remember(
@@ -94,7 +87,7 @@ def remember(
     key = q.shape, k.shape, *_group_of(lengths, quantization, options)
     if not remembered.comes_again(key) or any(make_packed_addressable(x) is not x for x in tensors):
         return
-    if packed_quantize.why_not_fused_packed(q, k, v, lengths, c):
+    if packed_quantize.why_not_fused_packed(q, k, v, lengths, c) or not remembered.has_room(key, *compared):
         return
     problem = problem_of(q, (k.shape[2], v.shape[2]), lengths, c, checked)
     launch = find_packed_fp8(problem, q.device, checked.backend, 0)

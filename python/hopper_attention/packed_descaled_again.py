@@ -15,17 +15,29 @@ from hopper_attention.few_packed_queries import served_alike
 from hopper_attention.fp8_rules import classes_of_lengths, packed_problem
 from hopper_attention.launch import transpose
 from hopper_attention.launch.at_once import Given, Part, Step
-from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, index_of, no_vectors
+from hopper_attention.launch.base import REMEMBERED_CALLS, index_of, no_vectors
 from hopper_attention.launch.few_packed_fp8 import FewPackedFp8Launcher, find_packed_with_descales
 from hopper_attention.launch.few_packed_queries import FewPackedLaunch, ReadyFewPacked
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
 from hopper_attention.launch.split_forward import merge_in_script
-from hopper_attention.layout import TMA_BYTES, make_packed_addressable
+from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import CAUSAL_MASK, FULL_SIDES, NO_MASK
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE
-from hopper_attention.packed_scripts import FIRST, LSE, OUT, STARTS_K, K, PackedSteps, Q, ScriptedCall, V
+from hopper_attention.packed_scripts import (
+    FIRST,
+    LSE,
+    OUT,
+    STARTS_K,
+    K,
+    PackedSteps,
+    Q,
+    ScriptedCall,
+    V,
+    find_again,
+    serve,
+)
 from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.plain_calls import is_plain_call
 from hopper_attention.quantized import E4M3
@@ -62,25 +74,17 @@ remembered: Remembered[ScriptedCall | FewPackedDescaledCall] = Remembered(REMEMB
 def attend(
     q: Any, k: Any, v: Any, descales: Descales, lengths: Lengths, softmax_scale: Any, flags: Flags
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a call without a window whose scores nothing changes, if one like it was made, and its GPU is the
-    current one; else None. None in a CUDA graph too, which would outlive constants that are kept with a call."""
+    """out and lse of a call without a window whose scores nothing changes, if one like it was made and ``serve`` can;
+    else None."""
     longest_q, longest_k = lengths[4:]
     if not (type(q) is type(k) is Tensor and type(longest_q) is type(longest_k) is int and may_be_like()):
         return None
     if longest_q < 1 or longest_k < 1 or k.dim() != q.dim() or k.dim() != 3:
         return None
     tensors, places = distinct(q, k, v, descales)
-    group, compared = _group_of(places, lengths, k.shape[0], flags), (*tensors, *lengths.different)
-    call = remembered.find_latest(group, *compared)
-    if call is None:
-        call = remembered.find((q.shape, k.shape, *group), *compared, group=group)
-    if call is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % TMA_BYTES:
-        return None
-    index = call.device_index
-    if current_device() != index or device_memory.records_graph(index):
-        return None
-    scale = call.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
-    return call(tensors, lengths, scale, wants_lse=bool(flags[4]))
+    group = _group_of(places, lengths, k.shape[0], flags)
+    call = find_again(remembered, group, *tensors, *lengths.different)
+    return serve(call, tensors, lengths, softmax_scale, bool(flags[4]))
 
 
 def remember(
@@ -103,7 +107,9 @@ def remember(
     if is_empty or lengths.seqused_q is not None or 0 in lengths[4:]:
         return
     key = q.shape, k.shape, *_group_of(places, lengths, k.shape[0], flags)
-    if not remembered.comes_again(key) or any(make_packed_addressable(x) is not x for x in (q, k, v)):
+    if not remembered.comes_again(key) or not remembered.has_room(key, *compared):
+        return
+    if any(make_packed_addressable(x) is not x for x in (q, k, v)):
         return
     causal, backend, sm_margin, wants_lse, exact_lse = checked
     mask = CAUSAL_MASK if causal else NO_MASK

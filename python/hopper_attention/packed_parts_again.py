@@ -6,19 +6,30 @@ from typing import Any
 
 from torch import Tensor
 
-from hopper_attention import checks, device_memory
+from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Piece
 from hopper_attention.fp8_rules import classes_of_lengths
 from hopper_attention.launch.at_once import Given, Part
-from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, no_vectors
+from hopper_attention.launch.base import REMEMBERED_CALLS, no_vectors
 from hopper_attention.launch.fp8 import vectors_of
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher
 from hopper_attention.launch.varlen import is_empty
 from hopper_attention.layout import TMA_BYTES, make_packed_addressable
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
-from hopper_attention.packed_scripts import FIRST, LSE, OUT, K, PackedSteps, Q, ScriptedCall, V
+from hopper_attention.packed_scripts import (
+    FIRST,
+    LSE,
+    OUT,
+    K,
+    PackedSteps,
+    Q,
+    ScriptedCall,
+    V,
+    find_again,
+    serve,
+)
 
 remembered: Remembered[ScriptedCall] = Remembered(REMEMBERED_CALLS)
 
@@ -26,26 +37,18 @@ remembered: Remembered[ScriptedCall] = Remembered(REMEMBERED_CALLS)
 def attend(
     parts: PackedQuantizedQKV, softmax_scale: Any, options: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a call without a window, if one like it was made, and its GPU is the current one; or None. None in
-    a CUDA graph too, which would outlive constants that are kept with a call.
+    """out and lse of a call without a window, if one like it was made and ``serve`` can; else None.
 
     Args:
         options: all other arguments of the call, ``return_attn_probs`` second. They count with their types.
     """
     if type(parts.v) is not PackedTransposedV or parts.quantization.rotate_v or not may_be_like():
         return None
-    tensors, group = _tensors_of(parts), _group_of(parts, options)
-    compared = *tensors, *parts.lengths.different
-    call = remembered.find_latest(group, *compared)
-    if call is None:
-        call = remembered.find((tensors[0].shape, tensors[1].shape, *group), *compared, group=group)
-    if call is None or _addresses(tensors) % TMA_BYTES:
+    tensors = _tensors_of(parts)
+    if parts.mean_v.data_ptr() % TMA_BYTES:
         return None
-    index = call.device_index
-    if current_device() != index or device_memory.records_graph(index):
-        return None
-    scale = call.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
-    return call(tensors, parts.lengths, scale, wants_lse=bool(options[1]))
+    call = find_again(remembered, _group_of(parts, options), *tensors, *parts.lengths.different)
+    return serve(call, tensors, parts.lengths, softmax_scale, bool(options[1]))
 
 
 def remember(parts: PackedQuantizedQKV, options: tuple[Any, ...], launch: Any) -> None:
@@ -73,7 +76,7 @@ def remember(parts: PackedQuantizedQKV, options: tuple[Any, ...], launch: Any) -
     if is_empty(parts.q.data, parts.k.data, lengths):
         return
     key = tensors[0].shape, tensors[1].shape, *_group_of(parts, options)
-    if remembered.comes_again(key):
+    if remembered.comes_again(key) and remembered.has_room(key, *compared):
         remembered.keep(key, _call_of(parts, launch), *compared)
 
 
@@ -90,12 +93,6 @@ def _group_of(parts: PackedQuantizedQKV, options: tuple[Any, ...]) -> tuple[Any,
     quantized = q.block, q.largest, k.block, k.largest, v.block, parts.dtype, parts.mean_v.numel() > 0
     classes = classes_of_lengths(*lengths[4:])
     return *quantized, classes, lengths.pattern, options, tuple(map(type, options))
-
-
-def _addresses(tensors: tuple[Tensor, ...]) -> int:
-    """Of what TMA, or a vector access, reads: a multiple of 16 bytes if all are."""
-    data = tensors[0].data_ptr() | tensors[1].data_ptr() | tensors[2].data_ptr()
-    return data | tensors[6].data_ptr() if len(tensors) > 6 else data
 
 
 def _call_of(parts: PackedQuantizedQKV, launcher: PackedFp8Launcher) -> ScriptedCall:

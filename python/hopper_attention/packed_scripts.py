@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from cute_kernels.plan.config import check_packed_size, plan_words
-from hopper_attention import device_memory
+from hopper_attention import checks, device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once
 from hopper_attention.launch.at_once import Given, Script, Step
-from hopper_attention.launch.base import NO_SIDES, no_vectors
+from hopper_attention.launch.base import NO_SIDES, current_device, no_vectors
 from hopper_attention.launch.packed_forward import OF_QUERIES
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher
+from hopper_attention.layout import TMA_BYTES
 from hopper_attention.lengths import Lengths
+from hopper_attention.like_calls import Remembered
 
 Q, K, V, OUT, LSE, COUNTER, SCALE, STARTS_Q, STARTS_K, USED_K, PLAN, FIRST = range(12)
 """Arguments of a script. From ``FIRST`` on come further tensors of the call, and behind them other work memory."""
@@ -39,7 +41,7 @@ class ScriptedCall:
     kept: Any = ()
 
     def __call__(
-        self, tensors: Sequence[Tensor], lengths: Lengths, scale: float, wants_lse: bool
+        self, tensors: tuple[Tensor, ...], lengths: Lengths, scale: float, wants_lse: bool
     ) -> tuple[Tensor, Tensor]:
         """out and lse; an lse that is not wanted has no elements. ``tensors`` are q, k, v and further ones."""
         make, index = device_memory.empty_on_gpu, self.device_index
@@ -50,6 +52,49 @@ class ScriptedCall:
         of_lengths = lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k
         self.script.run(q, k, v, out, lse, counter, scale, *of_lengths, plan, *more, *others)
         return out, lse
+
+
+class Serving(Protocol):
+    """What serves calls of packed sequences, as ``ScriptedCall`` does."""
+
+    @property
+    def device_index(self) -> int: ...
+
+    @property
+    def default_scale(self) -> float: ...
+
+    def __call__(
+        self, tensors: tuple[Tensor, ...], lengths: Lengths, scale: float, wants_lse: bool
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+ServingT = TypeVar("ServingT", bound=Serving)
+
+
+def find_again(
+    remembered: Remembered[ServingT], group: tuple[Any, ...], q: Tensor, k: Tensor, *others: Tensor
+) -> ServingT | None:
+    """What was kept for calls of a group, with tensors like these."""
+    call = remembered.find_latest(group, q, k, *others)
+    return remembered.find((q.shape, k.shape, *group), q, k, *others, group=group) if call is None else call
+
+
+def serve(
+    call: Serving | None,
+    tensors: tuple[Tensor, ...],
+    lengths: Lengths,
+    softmax_scale: Any,
+    wants_lse: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """out and lse by ``call``; None if there is none, if q, k or v, which come first, lie where TMA does not reach, if
+    another GPU is current, and in a CUDA graph, which would outlive constants that are kept with a call."""
+    if call is None or (tensors[0].data_ptr() | tensors[1].data_ptr() | tensors[2].data_ptr()) % TMA_BYTES:
+        return None
+    index = call.device_index
+    if current_device() != index or device_memory.records_graph(index):
+        return None
+    scale = call.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
+    return call(tensors, lengths, scale, wants_lse)
 
 
 @dataclass(frozen=True)

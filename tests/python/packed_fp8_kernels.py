@@ -197,9 +197,9 @@ def serving(fake: Fake, monkeypatch: pytest.MonkeyPatch, *launching: ModuleType)
     for name in ("get_forward", "get_quantize"):
         monkeypatch.setattr(compile_cache, name, fake.load)
     monkeypatch.setattr(compile_cache, "get_serving", fake.load_serving)
-    again = packed_descaled_again, packed_parts_again, packed_at_once, few_packed_queries
-    for module in again:
+    for module in (packed_scripts, few_packed_queries):
         monkeypatch.setattr(module, "current_device", lambda: torch.cuda.current_device())
+    again = packed_descaled_again, packed_parts_again, packed_at_once, few_packed_queries
     for module in (*again, descaled_again, packed_scripts):
         monkeypatch.setattr(module, "kept_argument", lambda x: x)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)

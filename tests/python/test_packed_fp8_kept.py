@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from hopper_attention import Fp8Quantization, device_memory, packed_at_once, packed_parts_again
+from hopper_attention.launch import at_once
 from tests.python.fake_gpu import forget_launchers, pretend
-from tests.python.packed_fp8_calls import apart, check
+from tests.python.packed_fp8_calls import apart, check, refuse
 from tests.python.packed_parts_calls import (
     attend,
     attend_to_parts,
@@ -292,3 +293,14 @@ def test_strides_of_one_head(kernels: PartsKernels, which: str) -> None:
     assert data.shape == part.shape and data.is_contiguous() and data.stride(1) == 1
     for _ in range(3):
         check(attend_to_parts(replace(parts, **{which: replace(part, data=data)})), exact)
+
+
+def test_a_call_that_would_not_be_kept_is_not_made_ready(
+    kernels: PartsKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where K is V, as tensors of which two are one object are like no others."""
+    (q, k, _), named = draw("equal")
+    monkeypatch.setattr(at_once, "make_script", refuse)
+    for _ in range(3):
+        check(attend(q, k, k, **named), exact_of([q, k, k], named))
+    assert is_nothing_remembered()
