@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
 Families are forward, paged, decode, wide, fp8, fp8-two-level, fp8-exact-lse, fp8-runs, quantize, value-mean, backward,
-packed-backward and few-keys, and without WGMMA ampere_forward and ampere_backward.
+packed-backward, divided-heads and few-keys, and without WGMMA ampere_forward and ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
 two heads on one KV head, and where the grid is persistent two CTAs or one for four tiles, so that shared memory is
@@ -31,8 +31,9 @@ from torch.nn import functional
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_ampere_backward_configs
 from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
 from cute_kernels.backward.step import FEW_KEYS
-from cute_kernels.problem import VARLEN
-from hopper.backward.config import BackwardConfig, select_backward_config, shipped_backward_configs
+from cute_kernels.problem import DENSE, VARLEN
+from hopper.backward.config import BackwardConfig, select_backward_config
+from hopper.backward.shipped import shipped_backward_configs
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import STALE_MAXIMUM, Fp8ForwardConfig, Softmax
@@ -50,7 +51,7 @@ from hopper_attention import flash_attn_with_kvcache
 from hopper_attention.compile_cache import get_forward, get_quantize
 from hopper_attention.fp8_at_once import find_at_once
 from hopper_attention.fp8_in_runs import InRunsLauncher
-from hopper_attention.launch.backward import run_backward
+from hopper_attention.launch.backward import find_divided, run_backward
 from hopper_attention.launch.base import no_vectors
 from hopper_attention.launch.fp8 import EmulationLaunch, adds_mean
 from hopper_attention.launch.packed_backward import make_packed_backward_launcher
@@ -60,6 +61,7 @@ from hopper_attention.launch.quantize import Outputs, empty_outputs
 from hopper_attention.launch.quantize import find as find_quantizer
 from hopper_attention.launch.widen import widened
 from hopper_attention.masks import FULL_SIDES, MaskSpec
+from hopper_attention.problem import GradientProblem
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv, restore_values
 from hopper_attention.quantization_rules import means_of
 from hopper_attention.quantized import Means
@@ -377,19 +379,24 @@ def run_quantize_case(config: QuantizeConfig, device: str) -> str:
     )
 
 
-def run_backward_case(config: BackwardConfig | AmpereBackwardConfig, device: str) -> str:
-    """All three kernels of the backward: prepare, the main one, finish."""
+def draw_for_gradients(config: BackwardConfig | AmpereBackwardConfig) -> tuple[Tensor, ...]:
+    """dout, q, k, v, out and lse of the case, on the CPU."""
     lengths = 2 * config.tile_m + 17, 2 * config.tile_n + 5
     q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
-    scale = config.head_dim**-0.5
     out, lse = attention_tiled(q, k, v, causal=config.causal)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    on_gpu = [x.to(device) for x in (dout, q, k, v, out, lse)]
+    return dout, q, k, v, out, lse
+
+
+def run_backward_case(config: BackwardConfig | AmpereBackwardConfig, device: str) -> str:
+    """All three kernels of the backward: prepare, the main one, finish."""
+    given, scale = draw_for_gradients(config), config.head_dim**-0.5
+    on_gpu = [x.to(device) for x in given]
     backend = "ampere" if isinstance(config, AmpereBackwardConfig) else "hopper"
     results = run_backward(*on_gpu, scale, config.causal, deterministic=config.ordered, backend=backend)
     gradients = [x.cpu() for x in results]
     torch.cuda.synchronize()
-    return _gradient_faults((dout, q, k, v, out, lse), gradients, config.causal, scale)
+    return _gradient_faults(given, gradients, config.causal, scale)
 
 
 def packed_backward_configs() -> tuple[BackwardConfig, ...]:
@@ -402,18 +409,47 @@ def packed_backward_configs() -> tuple[BackwardConfig, ...]:
 def run_packed_backward_case(config: BackwardConfig, device: str) -> str:
     """The same of packed sequences: one, and one behind it without keys. Two CTAs have three key tiles, and
     wait for each other's zeros."""
-    lengths = 2 * config.tile_m + 17, 2 * config.tile_n + 5
-    q, k, v = draw(*lengths, config.head_dim, config.head_dim_v, config.dtype)
-    scale = config.head_dim**-0.5
-    out, lse = attention_tiled(q, k, v)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    launcher = replace(make_packed_backward_launcher(config, torch.device(device)), grid=(CTAS,))
+    given, scale = draw_for_gradients(config), config.head_dim**-0.5
+    parts = (HEADS // KV_HEADS,) if config.divides_heads else ()
+    launcher = make_packed_backward_launcher(config, torch.device(device), *parts)
+    launcher = replace(launcher, grid=(CTAS,) if config.is_persistent else ())
+    lengths = given[1].shape[1], given[2].shape[1]
     bounds = [torch.tensor([0, n, n], dtype=torch.int32, device=device) for n in lengths]
-    on_gpu = [x[0].to(device) for x in (dout, q, k, v, out, lse)]
+    on_gpu = [x[0].to(device) for x in given]
     results = launcher(on_gpu[0], None, *on_gpu[1:], *bounds, None, None, *lengths, scale, -1, -1, 0)
     gradients = [x.cpu()[None] for x in results]
     torch.cuda.synchronize()
-    return _gradient_faults((dout, q, k, v, out, lse), gradients, False, scale)
+    return _gradient_faults(given, gradients, config.causal, scale)
+
+
+def divided_heads_configs() -> tuple[BackwardConfig, ...]:
+    """Those of CTAs that share out the query heads of a head of K and V: dense and packed, plain and in a fixed order,
+    of one CTA and of a pair."""
+    kinds = (
+        *((64, True, False, DENSE), (96, False, True, DENSE), (128, True, True, DENSE)),
+        *((256, True, False, DENSE), (64, True, True, VARLEN), (128, False, False, VARLEN)),
+        (192, False, True, VARLEN),
+    )
+    plain = (
+        select_backward_config(dtype, size, size, causal, ordered, layout=layout)
+        for dtype in ("bfloat16", "float16")
+        for size, causal, ordered, layout in kinds
+    )
+    return tuple(replace(config, divides_heads=True) for config in plain)
+
+
+def run_divided_heads_case(config: BackwardConfig, device: str) -> str:
+    """The same where each of the two query heads is a part."""
+    if config.layout == VARLEN:
+        return run_packed_backward_case(config, device)
+    given, scale = draw_for_gradients(config), config.head_dim**-0.5
+    sizes = *(given[0].dtype,) * 2, config.head_dim, config.head_dim_v, config.causal
+    problem = GradientProblem(*sizes, deterministic=config.ordered, divides_heads=True)
+    launcher = find_divided(problem, torch.device(device), HEADS // KV_HEADS)
+    launcher = replace(launcher, grid=(CTAS,) if config.is_persistent else ())
+    gradients = [x.cpu() for x in launcher(*(x.to(device) for x in given), scale, None)]
+    torch.cuda.synchronize()
+    return _gradient_faults(given, gradients, config.causal, scale)
 
 
 FEW_LENGTHS = ((150, FEW_KEYS - 3), (17, FEW_KEYS), (0, 3), (70, 1), (9, 0))
@@ -527,6 +563,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
     "value-mean": (shipped_value_mean_configs, run_value_mean_case),
     "backward": (shipped_backward_configs, run_backward_case),
     "packed-backward": (packed_backward_configs, run_packed_backward_case),
+    "divided-heads": (divided_heads_configs, run_divided_heads_case),
     "few-keys": (few_keys_configs, run_few_keys_case),
     "ampere_forward": (partial(shipped_ampere_forward_configs, (HOPPER_ARCH,)), run_case),
     "ampere_backward": (partial(shipped_ampere_backward_configs, (HOPPER_ARCH,)), run_backward_case),

@@ -58,7 +58,8 @@ def forward_tensors(config: Any, in_pages: bool = False) -> tuple:
 
 
 def backward_tensors(config: Any, sums_of_dq: bool = True) -> tuple:
-    """q, k, v, dout, lse, delta, dq, dk, dv and counter; dq float32 sums, or without ``sums_of_dq`` like q."""
+    """q, k, v, dout, lse, delta, dq, dk, dv and counter; dq float32 sums, or without ``sums_of_dq`` like q; dk and dv
+    float32 parts where the config ``divides_heads``."""
     dtype, shapes = DSL_DTYPES[config.dtype], attention_shapes(config.layout)
     padded, tiles = (cute.sym_int() for _ in range(2))
     q, k, v, dout, dk, dv = (
@@ -69,7 +70,16 @@ def backward_tensors(config: Any, sums_of_dq: bool = True) -> tuple:
         dq = strided(Float32, (*shapes.rows, tiles, config.dq_parts, config.dq_words), 4)
     else:
         dq = strided(dtype, shapes.q, VECTOR_ELEMENTS)
+    if config.divides_heads:
+        dk, dv = divided_tensors(config, shapes.rows[:-1])
     return q, k, v, dout, lse, delta, dq, dk, dv, words(cute.sym_int())
+
+
+def divided_tensors(config: Any, batch: tuple) -> tuple:
+    """dK and dV of a kernel that ``divides_heads``: (b, kv_heads times parts, key tiles, parts of a tile, words), or
+    without a batch."""
+    shape = *batch, cute.sym_int(), cute.sym_int(), config.dq_parts, config.dk_words
+    return tuple(strided(Float32, shape, 4) for _ in range(2))
 
 
 def one_tile_tensors(config: Any) -> tuple:

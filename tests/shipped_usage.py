@@ -37,7 +37,7 @@ from typing import Any
 
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
-from hopper.backward.config import shipped_backward_kernels
+from hopper.backward.shipped import shipped_backward_kernels
 from hopper.compile import COMPILERS, module_of
 from hopper.forward.fp8.tilings import (
     shipped_exact_lse_configs,
@@ -67,6 +67,7 @@ BESIDE_SHIPPED = {
     "tests.hopper.test_fp8_packed": ("COMPILED",),
     "tests.hopper.test_fp8_head_dims": ("COMPILED",),
     "tests.hopper.test_backward_compile": ("WINDOWS_AND_PACKED", "CHANGED_SCORES", "PACKED_STEPS"),
+    "tests.hopper.test_backward_divided_heads": ("COMPILED",),
     "tests.hopper.test_wide": ("COMPILED",),
     "tests.hopper.test_decode_compile": ("COMPILED",),
     "tests.hopper.test_mla": ("COMPILED",),

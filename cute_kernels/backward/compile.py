@@ -3,10 +3,18 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.arguments import VECTOR_ELEMENTS, compile_for_torch, plan_argument, strided, words
+from cute_kernels.arguments import (
+    VECTOR_ELEMENTS,
+    compile_for_torch,
+    divided_tensors,
+    plan_argument,
+    strided,
+    words,
+)
 from cute_kernels.backward.finish import FinishKernel, PackedFinishKernel
+from cute_kernels.backward.finish_divided import DividedFinishKernel, PackedDividedFinishKernel
 from cute_kernels.backward.prepare import WORDS, PackedPrepareKernel, PrepareKernel
-from cute_kernels.backward.step import BackwardStep, SteppedConfig
+from cute_kernels.backward.step import BackwardStep, DividedConfig, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import DENSE
 
@@ -47,12 +55,35 @@ def compile_finish(config: SteppedConfig, options: str = ""):
     sums is what the kernel adds dQ to, float32 (b, h, query tiles, dq_parts, dq_words) in the order of
     ``config.dq_order``; dq (b, sq, h, d) in the config's dtype is written.
     """
+    if config.divides_heads:
+        return compile_divided_finish(config, options)
     b, sq, h, tiles = (cute.sym_int() for _ in range(4))
     d = cute.sym_int(divisibility=VECTOR_ELEMENTS)
     return compile_for_torch(
         FinishKernel(config),
         strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         strided(DSL_DTYPES[config.dtype], (b, sq, h, d), VECTOR_ELEMENTS),
+        Float32(0.0),
+        options=options,
+    )
+
+
+def compile_divided_finish(config: DividedConfig, options: str = ""):
+    """The same of a kernel that ``divides_heads``: ``fn(sums, dq, key_sums, value_sums, dk, dv, softmax_scale)``.
+
+    key_sums and value_sums are what the kernel has left of dK and dV, float32 (b, kv_heads times parts, key tiles,
+    dq_parts, dk_words) in the order of ``config.dk_order``; dk (b, sk, kv_heads, d) and dv in the config's dtype are
+    written.
+    """
+    dtype = DSL_DTYPES[config.dtype]
+    b, sq, h, tiles, sk, kv_heads = (cute.sym_int() for _ in range(6))
+    columns = [cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(3)]
+    return compile_for_torch(
+        DividedFinishKernel(config),
+        strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
+        strided(dtype, (b, sq, h, columns[0]), VECTOR_ELEMENTS),
+        *divided_tensors(config, (b,)),
+        *(strided(dtype, (b, sk, kv_heads, width), VECTOR_ELEMENTS) for width in columns[1:]),
         Float32(0.0),
         options=options,
     )
@@ -96,12 +127,38 @@ def compile_packed_finish(config: SteppedConfig, options: str = ""):
     ``config.dq_order``; dq (total_q, h, d) in the config's dtype is written, all of it: rows that are in no sequence
     with zeros. plan and sequences are as for ``compile_packed_prepare``.
     """
+    if config.divides_heads:
+        return compile_packed_divided_finish(config, options)
     total_q, h, tiles = (cute.sym_int() for _ in range(3))
     d = cute.sym_int(divisibility=VECTOR_ELEMENTS)
     return compile_for_torch(
         PackedFinishKernel(config),
         strided(Float32, (h, tiles, config.dq_parts, config.dq_words), 4),
         strided(DSL_DTYPES[config.dtype], (total_q, h, d), VECTOR_ELEMENTS),
+        plan_argument(),
+        Int32(0),
+        Float32(0.0),
+        options=options,
+    )
+
+
+def compile_packed_divided_finish(config: DividedConfig, options: str = ""):
+    """The same of a kernel that ``divides_heads``:
+    ``fn(sums, dq, key_sums, value_sums, dk, dv, plan, sequences, softmax_scale)``.
+
+    key_sums and value_sums are float32 (kv_heads times parts, key tiles, dq_parts, dk_words), where each sequence has
+    whole tiles of its own, of total_k // tile_n + batch + 1 in all. dk (total_k, kv_heads, d) and dv are written where
+    sequences have keys, and behind the last one.
+    """
+    dtype = DSL_DTYPES[config.dtype]
+    total_q, h, tiles, total_k, kv_heads = (cute.sym_int() for _ in range(5))
+    columns = [cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(3)]
+    return compile_for_torch(
+        PackedDividedFinishKernel(config),
+        strided(Float32, (h, tiles, config.dq_parts, config.dq_words), 4),
+        strided(dtype, (total_q, h, columns[0]), VECTOR_ELEMENTS),
+        *divided_tensors(config, ()),
+        *(strided(dtype, (total_k, kv_heads, width), VECTOR_ELEMENTS) for width in columns[1:]),
         plan_argument(),
         Int32(0),
         Float32(0.0),

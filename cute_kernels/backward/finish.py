@@ -34,7 +34,8 @@ class FinishKernel:
     columns, and writes 16 bytes of each of their two rows."""
 
     def __init__(self, config: SteppedConfig):
-        self.config, self.order = config, config.dq_order
+        self.config, self.order, self.rows = config, config.dq_order, config.tile_m
+        self.chunks_at_once = CHUNKS_AT_ONCE
         self.dtype = DSL_DTYPES[config.dtype]
         threads_per_band = ROW_STRIDE * GROUPS_AT_ONCE
         self.bands_at_once = min(self.order.bands, MAX_THREADS // (threads_per_band * config.dq_parts))
@@ -63,8 +64,13 @@ class FinishKernel:
         row, chunks = thread // GROUPS_AT_ONCE % ROW_STRIDE, []
         for band, group in self._bands_and_groups(thread, number):
             # Past the last group that one is read again, and not written.
-            chunks.append(self._read(sums[part, None], band, minimum(group, order.groups - 1), row))
+            words = self._words_of(sums, part)
+            chunks.append(self._read(words, band, minimum(group, order.groups - 1), row))
         return chunks
+
+    def _words_of(self, sums: cute.Tensor, part: Int32) -> cute.Tensor:
+        """Those of a part of a tile, as ``_read`` takes them."""
+        return sums[part, None]
 
     @cute.jit
     def _finish(
@@ -78,13 +84,27 @@ class FinishKernel:
         """The query tile at ``place``: its number, head and batch. ``first`` is its first round, already read."""
         tile, head, batch = place
         part, thread = self._place_in_tile()
-        for number in cutlass.range_constexpr(-(-len(self._steps()) // CHUNKS_AT_ONCE)):
+        for number in cutlass.range_constexpr(-(-len(self._steps()) // self.chunks_at_once)):
             chunks = first if const_expr(number == 0) else self._read_round(sums, number)
             for chunk, (band, group) in zip(chunks, self._bands_and_groups(thread, number), strict=True):
                 if group < self.order.groups:
                     row, column = self.order.origin(part, band, group)
-                    row += tile * self.config.tile_m + thread // GROUPS_AT_ONCE % ROW_STRIDE
+                    row += tile * self.rows + thread // GROUPS_AT_ONCE % ROW_STRIDE
                     self._finish_chunk(chunk, mdQ, (batch, row, head, column), softmax_scale)
+
+    @cute.jit
+    def _finish_packed(
+        self, mSums: cute.Tensor, mdQ: cute.Tensor, plan: tuple, place: tuple, softmax_scale: Float32
+    ):
+        """Query tile and head at ``place`` in the sums of packed sequences."""
+        # Read before it is known whose they are: the search waits for memory, too.
+        tile, head = place
+        sums = mSums[head, tile, None, None]
+        first = self._read_round(sums, 0)
+        found = find_query_tile(*plan, mdQ.shape[0], tile, self.config.tile_m)
+        offset = found.seqlens.offset_q
+        rows = rows_as_batch(mdQ, offset, found.rows_end - offset)
+        self._finish(first, sums, rows, (found.m_block, head, 0), softmax_scale)
 
     def _place_in_tile(self) -> tuple[Int32, Int32]:
         """The part of this thread, and its number there."""
@@ -93,7 +113,7 @@ class FinishKernel:
 
     def _bands_and_groups(self, thread: Int32, number: int) -> list[tuple[Int32, Int32]]:
         """Of the chunks of a round, of which the last may lie past the last group."""
-        steps = self._steps()[number * CHUNKS_AT_ONCE :][:CHUNKS_AT_ONCE]
+        steps = self._steps()[number * self.chunks_at_once :][: self.chunks_at_once]
         in_step = thread // (GROUPS_AT_ONCE * ROW_STRIDE), thread % GROUPS_AT_ONCE
         return [(band + in_step[0], group + in_step[1]) for band, group in steps]
 
@@ -172,10 +192,4 @@ class PackedFinishKernel(FinishKernel):
         softmax_scale: Float32,
     ):
         tile, head, _ = from_the_last(mSums.shape[1], mSums.shape[0], Int32(1))
-        # Read before it is known whose they are: the search waits for memory, too.
-        sums = mSums[head, tile, None, None]
-        first = self._read_round(sums, 0)
-        place = find_query_tile(mPlan, sequences, mdQ.shape[0], tile, self.config.tile_m)
-        offset = place.seqlens.offset_q
-        rows = rows_as_batch(mdQ, offset, place.rows_end - offset)
-        self._finish(first, sums, rows, (place.m_block, head, 0), softmax_scale)
+        self._finish_packed(mSums, mdQ, (mPlan, sequences), (tile, head), softmax_scale)

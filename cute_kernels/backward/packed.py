@@ -15,6 +15,9 @@ from cute_kernels.plan.config import PLAN_HEADER, RECORD
 from cute_kernels.plan.packed import PackedSeqlens
 from cute_kernels.seqlen import SeqlenInfo
 
+OFFSET_Q, OFFSET_K = 0, 2
+"""Of a record."""
+
 
 @dataclass(frozen=True)
 class PackedQueryTile(LoopInvariant):
@@ -26,8 +29,15 @@ class PackedQueryTile(LoopInvariant):
 
 
 @cute.jit
-def sequence_of(plan: cute.Tensor, sequences: Int32, tile: Int32, tile_m: cutlass.Constexpr[int]) -> Int32:
-    """That to which tile ``tile`` of the buffers belongs: the last one with no more tiles before it.
+def sequence_of(
+    plan: cute.Tensor,
+    sequences: Int32,
+    tile: Int32,
+    tile_m: cutlass.Constexpr[int],
+    offset: cutlass.Constexpr[int] = OFFSET_Q,
+) -> Int32:
+    """That to which tile ``tile`` of the buffers belongs: the last one with no more tiles before it. ``offset`` is the
+    place of the number of its first row in a record.
 
     A binary search, which is over before the rows of the tile are there; a plan over query tiles, besides the one over
     key tiles, would be a launch more.
@@ -35,7 +45,7 @@ def sequence_of(plan: cute.Tensor, sequences: Int32, tile: Int32, tile_m: cutlas
     first, last = Int32(0), sequences - 1
     while first < last:
         middle = (first + last + 1) >> 1
-        if plan[PLAN_HEADER + RECORD * middle] // tile_m + middle <= tile:
+        if plan[PLAN_HEADER + RECORD * middle + offset] // tile_m + middle <= tile:
             first = middle
         else:
             last = middle - 1

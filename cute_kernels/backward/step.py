@@ -60,10 +60,26 @@ class SteppedConfig(Protocol):
     def stores_first(self) -> bool: ...
 
     @property
+    def divides_heads(self) -> bool: ...
+
+    @property
     def dq_order(self) -> WordOrder: ...
 
     def step_name(self, step: str) -> str:
         """Of a step of this config: the same for two configs only where their machine code is."""
+
+
+class DividedConfig(SteppedConfig, Protocol):
+    """The same of a kernel that ``divides_heads``, for dK and dV."""
+
+    @property
+    def tile_n(self) -> int: ...
+
+    @property
+    def dk_words(self) -> int: ...
+
+    @property
+    def dk_order(self) -> WordOrder: ...
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,14 @@ class PackedTileOrder(LoopInvariant):
         place = first_entry + tile // self.num_heads
         cute.autovec_copy(cute.local_tile(self.plan, (ENTRY,), (place,)), entry)
         batch, before = entry[0], entry[1]
-        seqlens = PackedSeqlens(self.plan).of(batch)
+        order = self.order_of(PackedSeqlens(self.plan).of(batch))
+        block, head, _ = order.coordinates(tile - before * self.num_heads)
+        return block, head, batch
+
+    def order_of(self, seqlens: SeqlenInfo) -> Any:
+        """That of the tiles of a sequence, from number 0 on."""
         rows = seqlens.seqlen_k if self.of_keys else seqlens.seqlen_q
         num_blocks, kv_heads = ceil_div(rows, self.tile), self.num_heads // self.group
         # One head a section, so that nothing is divided to count them.
         sections = Sections(self.group, kv_heads - heads_of_last(num_blocks, kv_heads, self.group, WORKERS))
-        order = TileOrder(num_blocks, self.num_heads, 1, sections, self.longest_first)
-        block, head, _ = order.coordinates(tile - before * self.num_heads)
-        return block, head, batch
+        return TileOrder(num_blocks, self.num_heads, 1, sections, self.longest_first)

@@ -9,7 +9,7 @@ from cute_kernels.integers import ceil_div, maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import DENSE
-from cute_kernels.seqlen import DenseSeqlens
+from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
 from cute_kernels.tile_scheduler import (
     Sections,
     TailedTileOrder,
@@ -41,6 +41,35 @@ def _flag(number: Int32 | int) -> Int32 | int:
     return minimum(maximum(number, 0), 1)
 
 
+def _heads_of_tail(config: BackwardConfig, rows: Int32, heads: Int32, num_n_blocks: Int32) -> Int32:
+    """Of so many key/value heads, with so many rows of queries and key tiles each."""
+    tail = minimum(maximum(TAIL_ROWS // rows, TAIL_HEADS), heads)
+    return tail * _flag(num_n_blocks - config.most_without_tail) if config.most_without_tail else tail
+
+
+def _full_blocks(heads: Int32, num_n_blocks: Int32, shared: Int32) -> Int32:
+    """Of the heads of a tail under a causal mask, where so many query heads share one of K and V."""
+    is_long, is_shared = _flag(heads - TAIL_HEADS), _flag(shared - 1)
+    return num_n_blocks // 2 * is_long * (1 - is_shared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTailedOrder(PackedTileOrder):
+    """The same of key tiles of a kernel with this config under a causal mask, where ``shared`` query heads share one of
+    K and V: each sequence has a tail of its own (``TailedTileOrder``)."""
+
+    config: BackwardConfig
+    shared: Int32 | int
+
+    def order_of(self, seqlens: SeqlenInfo) -> TailedTileOrder:
+        num_blocks = ceil_div(seqlens.seqlen_k, self.tile)
+        # Of a sequence without queries the order does not matter.
+        rows = maximum(seqlens.seqlen_q, 1) * self.shared
+        heads = _heads_of_tail(self.config, rows, self.num_heads, num_blocks)
+        full_blocks = _full_blocks(heads, num_blocks, self.shared)
+        return TailedTileOrder(num_blocks, self.num_heads, 1, heads, full_blocks)
+
+
 @dataclass(frozen=True)
 class DenseBatch(LoopInvariant):
     """Sequences of one length in tensors (batch, seqlen, heads, head_dim); LSE and delta are (batch, heads, padded
@@ -65,6 +94,20 @@ class DenseBatch(LoopInvariant):
             (words, parts, tiles * heads * batches), stride=(1, mdQ.stride[3], mdQ.stride[2])
         )
         return cute.make_tensor(mdQ.iterator, layout)
+
+    def view_divided(self, tensor: cute.Tensor) -> cute.Tensor:
+        """dK or dV, (batch, heads, key tiles, parts of a tile, words) and packed without batch, from the last mode to
+        the first, as ``divided_part`` takes it."""
+        modes = list(range(cute.rank(tensor)))
+        return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=modes[::-1]))
+
+    def divided_keys(self, mK: cute.Tensor, mdK: cute.Tensor) -> cute.Tensor:
+        """The view of K with as many heads as are told apart: with ``divides_heads`` those of ``view_divided``. None
+        but its shape is for use then."""
+        if not self.config.divides_heads:
+            return mK
+        shape = *mK.shape[:2], mdK.shape[3], *mK.shape[3:]
+        return cute.make_tensor(mK.iterator, cute.make_layout(shape, stride=mK.stride))
 
     def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
         """What the kernel is given of them: those of Q and K."""
@@ -106,8 +149,7 @@ class DenseBatch(LoopInvariant):
         for side in left:
             full = (mK.shape[0] - side) // self.config.tile_n
             return heads, minimum(maximum(full, 0), num_n_blocks)
-        is_long, is_shared = _flag(heads - TAIL_HEADS), _flag(mQ.shape[2] // mK.shape[2] - 1)
-        return heads, num_n_blocks // 2 * is_long * (1 - is_shared)
+        return heads, _full_blocks(heads, num_n_blocks, mQ.shape[2] // mK.shape[2])
 
     def late_heads(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
         """Heads of the tail of a ``TurnedTileOrder``, of the views of Q and K: none where they would be more than half
@@ -119,7 +161,8 @@ class DenseBatch(LoopInvariant):
 
     def _heads_of_tail(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
         rows = mQ.shape[0] * (mQ.shape[2] // mK.shape[2])
-        return minimum(maximum(TAIL_ROWS // rows, TAIL_HEADS), mK.shape[2] * mK.shape[3])
+        num_n_blocks = ceil_div(mK.shape[0], self.config.tile_n)
+        return _heads_of_tail(self.config, rows, mK.shape[2] * mK.shape[3], num_n_blocks)
 
     def work(
         self,
@@ -181,16 +224,8 @@ class PackedBatch(DenseBatch):
     ) -> BackwardWork:
         (plan, sequences), ((kv_heads,), (m_end,)) = lengths, sizes
         c, num_tiles = self.config, PackedTileOrder.count(plan, kv_heads)
-        order = PackedTileOrder(
-            plan,
-            sequences,
-            num_tiles,
-            kv_heads,
-            Int32(1),
-            c.tile_n,
-            longest_first=False,
-            of_keys=True,
-        )
+        of_tiles = plan, sequences, num_tiles, kv_heads, Int32(1), c.tile_n
+        order = order_of_keys(c, of_tiles, heads_per_kv_head)
         seqlens = PackedSeqlens(plan)
         rest = window, scheduler, order, num_tiles, m_end, seqlens, heads_per_kv_head
         return self._work_type(c, *rest)
@@ -204,6 +239,13 @@ class PackedBatch(DenseBatch):
     @property
     def mail_words(self) -> int:
         return self._work_type.mail_words
+
+
+def order_of_keys(config: BackwardConfig, of_tiles: tuple, shared: Int32) -> PackedTileOrder:
+    """That of the key tiles of packed sequences. ``of_tiles`` is what ``PackedTileOrder`` takes first."""
+    if config.shortens_packed:
+        return PackedTailedOrder(*of_tiles, longest_first=False, of_keys=True, config=config, shared=shared)
+    return PackedTileOrder(*of_tiles, longest_first=False, of_keys=True)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     past the end, and rowsum(dout * out), 0 past the end. dq float32 (b, h, query tiles, dq_parts, dq_words), zeros,
     contiguous, is added to in the order of ``config.dq_order``, without softmax_scale; with
     ``config.strips`` or ``config.one_tile`` it is like q, and written. With ``config.one_tile`` lse is in base e, not
-    padded and -inf for rows without keys, and in the place of delta comes out, like dout.
+    padded and -inf for rows without keys, and in the place of delta comes out, like dout. With ``config.divides_heads``
+    dk and dv are float32 (b, hk * parts, key tiles, dq_parts, dk_words), contiguous, and written in the order of
+    ``config.dk_order``: those of a part of the query heads of each head of K and V, for any number of parts.
 
     With the layout "varlen" q and dout are (total_q, h, ...), k, v, dk and dv (total_k, hk, ...), lse and delta (h,
     tiles * tile_m), dq (h, tiles, dq_parts, dq_words). tiles is ``plan_entries`` of total_q, batch and tile_m: each

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cute_kernels.backward.step import BackwardStep, check_step_size, steps_of
+from cute_kernels.backward.step import check_step_size
 from cute_kernels.backward.word_order import COLUMNS_PER_GROUP, ROWS_PER_BAND, WORDS_PER_FRAGMENT, WordOrder
 from cute_kernels.problem import (
     DENSE,
-    DTYPES,
     SHORT_NAMES,
     check_block_lists,
     check_kind,
@@ -62,7 +61,9 @@ class BackwardConfig:
     FEW_KEYS keys; others take that of ``prepare``. With ``one_tile`` there are no more keys than a tile has
     (``fit_one_tile``): the kernel finds delta and the base-2 LSE itself, and writes dQ in 16 bits, so that nothing is
     launched beside it. With ``stores_first`` the first key tile of a query tile stores its part of dQ, and what the
-    sums held before does not matter: for ``ordered`` ones that a single launch makes.
+    sums held before does not matter: for ``ordered`` ones that a single launch makes. With ``divides_heads`` the query
+    heads that share a head of K and V are divided among CTAs, as many as the launch says. Each leaves its dK and dV in
+    float32, as its accumulators hold them (``dk_order``), and ``finish`` adds them up and rounds them.
     """
 
     dtype: str
@@ -87,6 +88,7 @@ class BackwardConfig:
     few_keys: bool = False
     one_tile: bool = False
     stores_first: bool = False
+    divides_heads: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -153,6 +155,18 @@ class BackwardConfig:
         the order of tiles is free."""
         is_free = not (self.strips or self.one_tile or self.ordered or self.block_lists or self.chunk)
         return is_free and self.layout == DENSE and (self.causal or self.window)
+
+    @property
+    def most_without_tail(self) -> int:
+        """Key tiles of a head at most, of which none wait for the end of a launch where its walks get shorter."""
+        return 0
+
+    @property
+    def shortens_packed(self) -> bool:
+        """The same of each of packed sequences, under a causal mask alone. In a window consumers, which find the place
+        of a tile themselves, have no registers for it."""
+        is_free = not (self.ordered or self.block_lists or self.chunk or self.window)
+        return is_free and self.layout != DENSE and self.causal
 
     @property
     def has_sections(self) -> bool:
@@ -230,13 +244,35 @@ class BackwardConfig:
             element_stride=1,
         )
 
+    @property
+    def dk_words(self) -> int:
+        """float32 of a tile of dK or dV that one warpgroup computes."""
+        return self.tile_n * self.head_dim // self.dq_parts
+
+    @property
+    def dk_order(self) -> WordOrder:
+        """Where its words lie with ``divides_heads``: as those of dQ, for as many columns as a warpgroup has."""
+        groups = self.tile_columns // COLUMNS_PER_GROUP
+        return replace(
+            self.dq_order,
+            groups=groups,
+            groups_in_turn=groups,
+            row_parts=self.dq_parts * self.tile_columns // self.head_dim,
+            column_parts=self.head_dim // self.tile_columns,
+        )
+
+    @property
+    def tile_columns(self) -> int:
+        """Columns of dK and dV that one warpgroup computes."""
+        return self.head_dim
+
     def step_name(self, step: str) -> str:
         """Of "prepare" or "finish": the same for two configs only where their machine code is."""
         columns = self.head_dim_v if step == "prepare" else self.head_dim
         name = f"hopper_bwd_{step}_{SHORT_NAMES[self.dtype]}_d{columns}_m{self.tile_m}n{self.tile_n}"
         name = name if self.layout == DENSE else f"{name}_{self.layout}"
         if step != "prepare":
-            return name
+            return name + "_divided" * self.divides_heads
         return name + "_clears" * self.clears_ahead + "_few" * self.few_keys + "_stores" * self.stores_first
 
     @property
@@ -267,6 +303,7 @@ class BackwardConfig:
         parts += ["few"] if self.few_keys else []
         parts += ["tile"] if self.one_tile else []
         parts += ["stores"] if self.stores_first else []
+        parts += ["divided"] if self.divides_heads else []
         return "_".join(parts)
 
 
@@ -300,6 +337,16 @@ class PairedBackwardConfig(BackwardConfig):
     def has_late_heads(self) -> bool:
         """Not tried."""
         return False
+
+    @property
+    def most_without_tail(self) -> int:
+        """With 3 tiles a head 66 pairs took 10 % longer, with 8 as long as without (`backward_tails.json`)."""
+        return 8
+
+    @property
+    def shortens(self) -> bool:
+        """As above, but under a causal mask alone: in a window it was not tried."""
+        return super().shortens and self.causal and not self.window
 
     @property
     def rows_apart(self) -> int:
@@ -340,6 +387,10 @@ class PairedBackwardConfig(BackwardConfig):
     @property
     def dq_columns(self) -> int:
         return self.head_dim // self.dq_parts
+
+    @property
+    def tile_columns(self) -> int:
+        return self.head_dim // self.consumers
 
     @property
     def smem_bytes(self) -> int:
@@ -396,6 +447,8 @@ def validate_backward_config(config: BackwardConfig) -> None:
         raise ValueError(
             f"stores_first is True in {c.name}, allowed: with ordered, plain scores and no mask but a causal one"
         )
+    if c.divides_heads and c.writes_dq:
+        raise ValueError(f"divides_heads is True in {c.name}, allowed: without strips and one_tile")
     if c.few_keys and c.layout == DENSE:
         raise ValueError(f"few_keys is True with layout {c.layout!r}, allowed: 'varlen'")
     if c.one_tile and (not c.is_plain or c.ordered or is_paired):
@@ -534,20 +587,3 @@ def fit_one_tile(config: BackwardConfig, seqlens: tuple[int, int]) -> bool:
 def check_backward_size(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
     """Raise NotImplementedError for sizes that the grids of the backward kernels cannot count."""
     check_step_size("Hopper backward kernel", (batch, heads), (seqlen_q, seqlen_k))
-
-
-def shipped_backward_configs() -> tuple[BackwardConfig, ...]:
-    """Every config that ``select_backward_config`` can return, each once."""
-    return tuple(
-        select_backward_config(dtype, size, size, causal, ordered)
-        for dtype in DTYPES
-        for size in NATIVE_HEAD_DIMS
-        for causal in (False, True)
-        for ordered in (False, True)
-    )
-
-
-def shipped_backward_kernels() -> tuple[BackwardConfig | BackwardStep, ...]:
-    """All that a backward pass launches: the shipped configs, and the steps on either side of each, each once."""
-    configs = shipped_backward_configs()
-    return *configs, *steps_of(configs)

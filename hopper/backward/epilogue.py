@@ -1,5 +1,6 @@
 """dK and dV of a key tile, from registers to global memory."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warp
@@ -8,10 +9,12 @@ from cutlass.pipeline import PipelineState
 from cute_kernels.dropout import multiply_all
 from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.seqlen import SeqlenInfo
 from hopper.backward.barriers import sync_consumers, sync_warpgroup
 from hopper.backward.config import BackwardConfig
 from hopper.backward.consumer import BackwardConsumer, previous_stage
-from hopper.config import WARPGROUP_ROWS
+from hopper.backward.dq import WORDS_PER_STORE
+from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.tiles import TmaOperand
 
 SWIZZLE_BYTES = 1024
@@ -41,7 +44,7 @@ class BackwardEpilogue(LoopInvariant):
 
     @cute.jit
     def store(self, consumer: BackwardConsumer, state: PipelineState, coordinates: tuple):
-        """Store dK and dV of the tile at ``coordinates``: n_block, head_kv, and where the rows of the sequence lie.
+        """Store dK and dV of the tile at ``coordinates``: n_block, head_kv, and the ``SeqlenInfo``.
 
         ``state`` is that of the last block. The dQ that was sent under it is in the buffer before; the part that
         ``acc`` of dQ holds will take the other one.
@@ -59,11 +62,11 @@ class BackwardEpilogue(LoopInvariant):
         cute.arch.fence_view_async_shared()
         sync_warpgroup(self.wg)
         if consumer.dq.is_issuer:
-            n_block, head_kv, rows = coordinates
+            n_block, head_kv, seqlens = coordinates
             for i, (smem, columns) in enumerate(((sdK, c.head_dim), (sdV, c.head_dim_v))):
                 operand = TmaOperand(self.targets[0][i], self.targets[1][i], smem)
                 tile = (n_block * c.consumers + self.wg, 0)
-                source, target = operand.partition((WARPGROUP_ROWS, columns), tile, head_kv, rows)
+                source, target = operand.partition((WARPGROUP_ROWS, columns), tile, head_kv, seqlens.rows_k)
                 cute.copy(operand.atom, source[None, 0], target)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -93,3 +96,40 @@ class BackwardEpilogue(LoopInvariant):
         rounded = cute.make_rmem_tensor_like(acc, target.element_type)
         rounded.store(acc.load().to(target.element_type))
         cute.copy(atom, copy.retile(rounded), copy.partition_D(target[None, None, 0]))
+
+
+class DividedEpilogue(BackwardEpilogue):
+    """Stores dK and dV as float32 parts, in the order in which the accumulators hold them (``dk_order``): what
+    threads write lies one behind the other. Nothing is staged, so nothing has to be read before."""
+
+    @cute.jit
+    def store(self, consumer: BackwardConsumer, state: PipelineState, coordinates: tuple):
+        n_block, head_kv, seqlens = coordinates
+        scaled = consumer.acc_dK.load() * self.softmax_scale
+        consumer.acc_dK.store(scaled)
+        multiply_all(consumer.acc_dV, self.factors)
+        accumulators = consumer.acc_dK, consumer.acc_dV
+        for i in cutlass.range_constexpr(2):
+            target = divided_part(self.targets[1][i], self.wg, n_block, head_kv, seqlens, self.config.tile_n)
+            store_words(accumulators[i], target, pin(consumer.thread, Int32))
+
+
+def divided_part(
+    tensor: cute.Tensor, part: Int32, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo, tile_n: int
+) -> cute.Tensor:
+    """The words of a part of key tile ``n_block`` in dK or dV, of ``view_divided``."""
+    if seqlens.is_packed:
+        return tensor[None, part, seqlens.first_key_block(tile_n) + n_block, head_kv]
+    return tensor[None, part, n_block, head_kv, seqlens.batch]
+
+
+@cute.jit
+def store_words(acc: cute.Tensor, target: cute.Tensor, thread: Int32):
+    """The float32 that a thread of a warpgroup holds, to its places among the words of all threads: four next to each
+    other, and the threads in order."""
+    groups = cute.size(acc) // WORDS_PER_STORE
+    words = cute.make_tensor(acc.iterator, cute.make_layout((WORDS_PER_STORE, groups)))
+    places = cute.make_layout((WORDS_PER_STORE, WARPGROUP_THREADS, groups))
+    by_thread = cute.make_tensor(target.iterator, places)
+    for i in cutlass.range_constexpr(groups):
+        cute.autovec_copy(words[None, i], by_thread[None, thread, i])

@@ -25,9 +25,10 @@ from hopper.backward.config import BackwardConfig, validate_backward_config
 from hopper.backward.consumer import BackwardConsumer, BackwardFragments, BackwardMmas, previous_stage
 from hopper.backward.courier import Courier
 from hopper.backward.dq import GradientOfQ, OrderedGradientOfQ, QueryTile
-from hopper.backward.epilogue import BackwardEpilogue
+from hopper.backward.epilogue import BackwardEpilogue, DividedEpilogue
 from hopper.backward.exchange import state_of
 from hopper.backward.options import NO_OPTIONS, BackwardOptions, key_rules
+from hopper.backward.parts import reciprocal_of
 from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
 from hopper.backward.work import BackwardWork
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
@@ -80,7 +81,8 @@ class BackwardKernel:
 
     The grid is persistent: as many CTAs as SMs, fed by ``TileScheduler`` with the key tiles of each key/value head. A
     tile visits the query heads that share the head in turn, so that dK and dV need no reduction over them. Its dK and
-    dV leave through the memory of dS and dQ, while the keys and queries of the next tile are loaded.
+    dV leave through the memory of dS and dQ, while the keys and queries of the next tile are loaded. With
+    `divides_heads` there are tiles for each part of these heads, and dK and dV leave from registers, in float32.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -119,10 +121,13 @@ class BackwardKernel:
         """``tensors`` are those of ``__call__`` in their order."""
         mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
         c, batch = self.config, self.batch
-        mQ, mK, mV, mdO, mdK, mdV = (batch.view(t) for t in (mQ, mK, mV, mdO, mdK, mdV))
+        mQ, mK, mV, mdO = (batch.view(t) for t in (mQ, mK, mV, mdO))
+        view = batch.view_divided if c.divides_heads else batch.view
+        mdK, mdV = view(mdK), view(mdV)
+        keys = batch.divided_keys(mK, mdK)
         mLSE = batch.view_vector(mLSE)
         mDelta = batch.view(mDelta) if const_expr(c.one_tile) else batch.view_vector(mDelta)
-        sizes = batch.sizes(mQ, mK, mdQ, window_of(c.causal, options.window), num_ctas)
+        sizes = batch.sizes(mQ, keys, mdQ, window_of(c.causal, options.window), num_ctas)
         layouts = self._smem_layouts()
         vector = cute.make_layout((c.tile_m, c.stages))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -134,25 +139,30 @@ class BackwardKernel:
             cpasync.make_tiled_tma_atom(load, mLSE, vector, (c.tile_m,)),
             self._delta_atom(load, mDelta, layouts.do, vector),
         )
-        stores = (
-            cpasync.make_tiled_tma_atom(store, mdK, layouts.dk, (WARPGROUP_ROWS, c.head_dim)),
-            cpasync.make_tiled_tma_atom(store, mdV, layouts.dv, (WARPGROUP_ROWS, c.head_dim_v)),
-        )
+        stores, divided, divisor = (), (), ()
+        if const_expr(c.divides_heads):
+            divided, divisor = (mdK, mdV), (reciprocal_of(keys.shape[2] // mK.shape[2]),)
+        else:
+            stores = (
+                cpasync.make_tiled_tma_atom(store, mdK, layouts.dk, (WARPGROUP_ROWS, c.head_dim)),
+                cpasync.make_tiled_tma_atom(store, mdV, layouts.dv, (WARPGROUP_ROWS, c.head_dim_v)),
+            )
         if const_expr(c.writes_dq):
             tile = (WARPGROUP_ROWS, c.dq_columns)
             stores = *stores, cpasync.make_tiled_tma_atom(store, batch.view(mdQ), layouts.dq, tile)
         self.kernel(
             tuple(info.atom for info in (*loads, *stores)),
-            tuple(info.tma_tensor for info in (*loads, *stores)),
+            (*(info.tma_tensor for info in (*loads, *stores)), *divided),
             batch.view_sums(mdQ),
             mCounter,
             softmax_scale,
             options.window,
             batch.lengths(mQ, mK, options.plan),
-            mQ.shape[2] // mK.shape[2],
+            mQ.shape[2] // keys.shape[2],
             sizes,
             options.changes,
             options.lists,
+            divisor,
         ).launch(
             grid=(num_ctas, 1, 1),
             block=(c.threads, 1, 1),
@@ -174,12 +184,14 @@ class BackwardKernel:
         sizes: tuple[tuple, tuple],
         changes: tuple,
         lists: tuple,
+        divisor: tuple,
     ):
         """One CTA: make shared memory, barriers and pipelines, then part into the roles of the table.
 
         ``atoms`` and ``tensors`` are those of TMA: Q, K, V, dO, LSE and delta to load, then dK, dV and what else is
-        stored. ``sides`` are those of a window, ``lengths`` and ``sizes`` what ``batch`` makes of sequence lengths and
-        the grid; ``changes`` and ``lists`` are fields of ``BackwardOptions``.
+        stored; with ``divides_heads`` the tensors end with dK and dV themselves, and ``divisor`` has the
+        ``reciprocal_of`` the parts of a head of K. ``sides`` are those of a window, ``lengths`` and ``sizes`` what
+        ``batch`` makes of sequence lengths and the grid; ``changes`` and ``lists`` are fields of ``BackwardOptions``.
         """
         c = self.config
         # Shared memory, and the barriers in it.
@@ -208,7 +220,8 @@ class BackwardKernel:
         )
         pipes = self._make_pipelines(storage)
         window = window_of(c.causal, sides)
-        work = replace(self.batch.work(window, scheduler, lengths, heads_per_kv_head, sizes), lists=lists)
+        work = self.batch.work(window, scheduler, lengths, heads_per_kv_head, sizes)
+        work = replace(work, lists=lists, parts=divisor)
         dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.staged_words, c.stages, c.consumers)))
 
         # From here on each warp has its role. Registers go from the producer's warps to the consumers'.
@@ -247,7 +260,7 @@ class BackwardKernel:
             memory = (storage.sdS.data_ptr(), storage.sdQ.data_ptr())
             targets = (atoms[6:], tensors[6:])
             factors = tuple(each.factor for each in rules.dropout)
-            epilogue = BackwardEpilogue(c, layouts, memory, targets, (softmax_scale, factors), wg)
+            epilogue = self._make_epilogue(c, layouts, memory, targets, (softmax_scale, factors), wg)
             self._consume(work, consumer, epilogue, rules, warp_idx)
 
     def _gradient_of_q(
@@ -266,6 +279,9 @@ class BackwardKernel:
     def _delta_memory(self, storage, tile: cute.ComposedLayout, vector: cute.Layout) -> cute.Tensor:
         """Where that lies in shared memory."""
         return storage.sDelta.get_tensor(vector)
+
+    def _make_epilogue(self, *parts) -> BackwardEpilogue:
+        return (DividedEpilogue if self.config.divides_heads else BackwardEpilogue)(*parts)
 
     def _make_consumer(self, parts: tuple, sdO: cute.Tensor, storage) -> BackwardConsumer:
         return BackwardConsumer(*parts)
@@ -292,7 +308,9 @@ class BackwardKernel:
             n_block, head_kv, batch = work.coordinates(tile)
             work.tell((n_block, head_kv, batch), sent)
             seqlens = work.seqlens.of(batch)
-            producer.load_keys(n_block, head_kv, seqlens, work.state_of_keys(kv_state, sent))
+            producer.load_keys(
+                n_block, work.head_of_keys(head_kv), seqlens, work.state_of_keys(kv_state, sent)
+            )
             sent += 1
             kv_state.advance()
             for each in clearing:
@@ -375,7 +393,7 @@ class BackwardKernel:
                         state.advance()
             consumer.pipes.kv.consumer_release(kv_state)
             last = self._last_block(state)
-            epilogue.store(consumer, last, (n_block, head_kv, seqlens.rows_k))
+            epilogue.store(consumer, last, (n_block, head_kv, seqlens))
             tile = work.next(visited, mails_before)
             visited += 1
         consumer.dq.finish(previous_stage(c, state.index), state)

@@ -8,7 +8,8 @@ from cutlass import Int32
 from cute_kernels.plan.packed import PackedTileOrder
 from cute_kernels.problem import DENSE
 from cute_kernels.seqlen import SeqlenInfo
-from hopper.backward.batch import DenseBatch, PackedBatch
+from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder
+from hopper.backward.batch import DenseBatch, PackedBatch, order_of_keys
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig
 
 PAIRS_UNDER_WAY = 66
@@ -17,8 +18,8 @@ PAIRS_UNDER_WAY = 66
 
 @dataclass(frozen=True)
 class DensePairBatch(DenseBatch):
-    """Sequences of one length. The grid is by CTA of a key tile, key/value head and batch, or
-    of all of them in the order of sections."""
+    """Sequences of one length. The grid is by CTA of a key tile, key/value head and batch, or of all of them in an
+    order."""
 
     def view_sums(self, mdQ: cute.Tensor) -> cute.Tensor:
         """(words, parts, query tiles of all heads, batches)."""
@@ -37,17 +38,22 @@ class DensePairBatch(DenseBatch):
         """What the kernel has to be told of query tiles: nothing."""
         return ()
 
-    def sections(self, mQ: cute.Tensor, mK: cute.Tensor) -> tuple:
-        """Where there are some: what a ``TileOrder`` takes, key tiles, key/value heads, batches and ``Sections``."""
-        if not self.config.has_sections:
-            return ()
-        tiles = cute.ceil_div(mK.shape[0], self.config.tile_n)
-        return tiles, mK.shape[2], mK.shape[3], self.even_sections(mQ, mK, PAIRS_UNDER_WAY)
+    def ordered_tiles(self, mQ: cute.Tensor, mK: cute.Tensor) -> tuple:
+        """What ``order`` takes, if key tiles have one: their number in a head, key/value heads, batches, and sections
+        or a tail."""
+        c, tiles = self.config, (cute.ceil_div(mK.shape[0], self.config.tile_n), mK.shape[2], mK.shape[3])
+        if c.has_sections:
+            return *tiles, self.even_sections(mQ, mK, PAIRS_UNDER_WAY)
+        return (*tiles, *self.tail(mQ, mK)) if c.shortens else ()
 
-    def grid(self, mK: cute.Tensor, plan: tuple, sections: tuple) -> tuple:
-        """For the view of K; with sections of one dimension."""
+    def order(self, tiles: tuple) -> TileOrder | TailedTileOrder:
+        """Of ``ordered_tiles``."""
+        return TailedTileOrder(*tiles) if self.config.shortens else TileOrder(*tiles, longest_first=True)
+
+    def grid(self, mK: cute.Tensor, plan: tuple, ordered: tuple) -> tuple:
+        """For the view of K; in an order of one dimension."""
         tiles = cute.ceil_div(mK.shape[0], self.config.tile_n)
-        if sections:
+        if ordered:
             return CLUSTER_CTAS * tiles * mK.shape[2] * mK.shape[3], 1, 1
         return CLUSTER_CTAS * tiles, mK.shape[2], mK.shape[3]
 
@@ -70,20 +76,28 @@ class PackedPairBatch(PackedBatch):
         """(query tiles of a head, of all sequences)."""
         return (mdQ.shape[1],)
 
-    def sections(self, mQ: cute.Tensor, mK: cute.Tensor) -> tuple:
+    def ordered_tiles(self, mQ: cute.Tensor, mK: cute.Tensor) -> tuple:
         return ()
 
-    def grid(self, mK: cute.Tensor, plan: tuple, sections: tuple) -> tuple:
+    def grid(self, mK: cute.Tensor, plan: tuple, ordered: tuple) -> tuple:
+        """By CTA of an entry and head. Where sequences have tails CTAs are counted from the first to the last, and
+        take tiles in their order."""
         return CLUSTER_CTAS * PackedTileOrder.most(*plan, Int32(1)), mK.shape[2], 1
 
-    def place(self, plan: cute.Tensor, sequences: Int32, entry: Int32) -> tuple[Int32, Int32]:
-        """(key tile, batch) of an entry of the plan."""
-        c = self.config
-        order = PackedTileOrder(
-            plan, sequences, entry + 1, Int32(1), Int32(1), c.tile_n, longest_first=False, of_keys=True
-        )
-        n_block, _, batch = order.coordinates(entry)
-        return n_block, batch
+    def number(self) -> tuple[Int32, Int32]:
+        """That of the tile of this cluster, and among the tiles of how many heads it is one."""
+        x, y, _ = cute.arch.block_idx()
+        entries, heads, _ = cute.arch.grid_dim()
+        if self.config.shortens_packed:
+            return (y * entries + x) // CLUSTER_CTAS, heads
+        return x // CLUSTER_CTAS, Int32(1)
+
+    def place(self, plan: tuple, number: Int32, heads: Int32, shared: Int32) -> tuple[Int32, Int32, Int32]:
+        """(key tile, key/value head, batch) of a number; ``plan`` is followed by the number of its sequences, and
+        ``shared`` query heads share one of K and V."""
+        of_tiles = *plan, number + 1, heads, Int32(1), self.config.tile_n
+        n_block, head_kv, batch = order_of_keys(self.config, of_tiles, shared).coordinates(number)
+        return n_block, head_kv if self.config.shortens_packed else cute.arch.block_idx()[1], batch
 
 
 def pair_batch_of(config: PairedBackwardConfig) -> DensePairBatch | PackedPairBatch:

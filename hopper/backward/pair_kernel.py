@@ -20,10 +20,10 @@ from cute_kernels.plan.packed import PackedSeqlens, PackedTileOrder
 from cute_kernels.problem import DENSE
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
-from cute_kernels.tile_scheduler import TileOrder
 from cute_kernels.window import window_of
 from hopper.backward.barriers import sync_consumers
 from hopper.backward.config import CLUSTER_CTAS, PairedBackwardConfig, validate_backward_config
+from hopper.backward.epilogue import divided_part, store_words
 from hopper.backward.exchange import Exchange, PairPipelines
 from hopper.backward.kernel import transposed
 from hopper.backward.options import NO_OPTIONS, BackwardOptions, key_rules
@@ -128,9 +128,12 @@ class PairedBackwardKernel:
         """``tensors`` are those of ``__call__`` in their order."""
         mQ, mK, mV, mdO, mLSE, mDelta, mdQ, mdK, mdV, mCounter = tensors
         c, batch = self.config, self.batch
-        mQ, mK, mV, mdO, mdK, mdV = (batch.view(t) for t in (mQ, mK, mV, mdO, mdK, mdV))
+        mQ, mK, mV, mdO = (batch.view(t) for t in (mQ, mK, mV, mdO))
+        view = batch.view_divided if c.divides_heads else batch.view
+        mdK, mdV = view(mdK), view(mdV)
+        keys = batch.divided_keys(mK, mdK)
         mLSE, mDelta = (batch.view_vector(t) for t in (mLSE, mDelta))
-        m_ends, sections = batch.m_ends(mdQ), batch.sections(mQ, mK)
+        m_ends, ordered = batch.m_ends(mdQ), batch.ordered_tiles(mQ, keys)
         mdQ = batch.view_sums(mdQ)
         mTurns = cute.make_tensor(mCounter.iterator + SCHEDULER_WORDS, cute.make_layout(mdQ.shape[1:]))
         layouts = self._smem_layouts()
@@ -147,24 +150,32 @@ class PairedBackwardKernel:
             cpasync.make_tiled_tma_atom(load, mLSE, vectors[0], (c.tile_m,)),
             cpasync.make_tiled_tma_atom(load, mDelta, vectors[1], (c.tile_m,)),
             cpasync.make_tiled_tma_atom(load, mK, layouts.other_k, columns),
-            cpasync.make_tiled_tma_atom(store, mdK, layouts.k, rows_k),
-            cpasync.make_tiled_tma_atom(store, mdV, layouts.v, rows_v),
         )
+        divided, divisor = (), ()
+        if const_expr(c.divides_heads):
+            divided, divisor = (mdK, mdV), (keys.shape[2] // mK.shape[2],)
+        else:
+            copies = (
+                *copies,
+                cpasync.make_tiled_tma_atom(store, mdK, layouts.k, rows_k),
+                cpasync.make_tiled_tma_atom(store, mdV, layouts.v, rows_v),
+            )
         self.kernel(
             tuple(copy.atom for copy in copies),
-            tuple(copy.tma_tensor for copy in copies),
+            (*(copy.tma_tensor for copy in copies), *divided),
             mdQ,
             mTurns,
             softmax_scale,
             options.window,
             batch.lengths(mQ, mK, options.plan),
-            mQ.shape[2] // mK.shape[2],
+            mQ.shape[2] // keys.shape[2],
             m_ends,
             options.changes,
             options.lists,
-            sections,
+            ordered,
+            divisor,
         ).launch(
-            grid=batch.grid(mK, options.plan, sections),
+            grid=batch.grid(keys, options.plan, ordered),
             block=(c.threads, 1, 1),
             cluster=(CLUSTER_CTAS, 1, 1),
             stream=stream,
@@ -185,7 +196,8 @@ class PairedBackwardKernel:
         m_ends: tuple,
         changes: tuple,
         lists: tuple,
-        sections: tuple,
+        ordered: tuple,
+        divisor: tuple,
     ):
         c = self.config
         layouts = self._smem_layouts()
@@ -209,9 +221,9 @@ class PairedBackwardKernel:
         window = window_of(c.causal, sides)
         queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks, c.stores_first)
 
-        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes, lists
-        if const_expr(c.has_sections):
-            problem = self._place_in_section(shared, lengths, sections)
+        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes, lists, divisor
+        if const_expr(c.layout == DENSE and (c.has_sections or c.shortens)):
+            problem = self._place_in_order(shared, lengths, ordered)
         elif const_expr(c.layout == DENSE):
             problem = self._place(shared, x, head_kv, DenseSeqlens(*lengths).of(batch))
         pipes = self._make_pipelines(storage)
@@ -231,26 +243,26 @@ class PairedBackwardKernel:
         if const_expr(c.layout == DENSE):
             self._run(problem, *parts)
         else:
-            plan = lengths[0]
+            plan, (number, heads) = lengths[0], self.batch.number()
             # The grid has a cluster for each tile that there may be; the others have nothing to do.
-            if x // CLUSTER_CTAS < PackedTileOrder.count(plan, Int32(1)):
+            if number < PackedTileOrder.count(plan, heads):
                 self._run_packed(shared, lengths, parts)
 
     @cute.jit
     def _run_packed(self, shared: tuple, lengths: tuple, parts: tuple):
-        """The roles of a CTA that has an entry of the plan."""
-        (plan, sequences), rank = lengths, shared[2]
-        x, head_kv, _ = cute.arch.block_idx()
-        pair, batch = self.batch.place(plan, sequences, x // CLUSTER_CTAS)
-        n_block, seqlens = CLUSTER_CTAS * pair + rank, PackedSeqlens(plan).of(batch)
+        """The roles of a CTA that has a tile."""
+        pair, head_kv, batch = self.batch.place(lengths, *self.batch.number(), shared[1])
+        n_block, seqlens = CLUSTER_CTAS * pair + shared[2], PackedSeqlens(lengths[0]).of(batch)
         self._run(self._place(shared, n_block, head_kv, seqlens), *parts)
 
-    def _place_in_section(self, shared: tuple, lengths: tuple, sections: tuple) -> Problem:
-        """The problem of a CTA of a grid with sections, from whose last key tiles on they begin; so that ``_place`` has
-        them from the first one on, they are counted from the end."""
+    def _place_in_order(self, shared: tuple, lengths: tuple, ordered: tuple) -> Problem:
+        """The problem of a CTA of a grid in an order. With sections it begins from the last key tiles on; so that
+        ``_place`` has them from the first one on, they are counted from the end."""
         x, _, _ = cute.arch.block_idx()
-        tile, head_kv, batch = TileOrder(*sections, longest_first=True).coordinates(x // CLUSTER_CTAS)
-        n_block = CLUSTER_CTAS * (sections[0] - 1 - tile) + shared[2]
+        tile, head_kv, batch = self.batch.order(ordered).coordinates(x // CLUSTER_CTAS)
+        if const_expr(self.config.has_sections):
+            tile = ordered[0] - 1 - tile
+        n_block = CLUSTER_CTAS * tile + shared[2]
         return self._place(shared, n_block, head_kv, DenseSeqlens(*lengths).of(batch))
 
     def _place(self, shared: tuple, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo) -> Problem:
@@ -366,6 +378,25 @@ class PairedBackwardKernel:
         c, p = self.config, problem
         scaled = consumer.acc_dK.load() * p.softmax_scale
         consumer.acc_dK.store(scaled)
+        if const_expr(c.divides_heads):
+            part = p.rank + CLUSTER_CTAS * wg
+            for i in cutlass.range_constexpr(2):
+                target = divided_part(stores[1][i], part, p.pair, p.head_kv, p.seqlens, c.tile_n)
+                store_words((consumer.acc_dK, consumer.acc_dV)[i], target, consumer.thread)
+        else:
+            self._store_rows(consumer, smem, stores, problem, wg)
+
+    @cute.jit
+    def _store_rows(
+        self,
+        consumer: PairConsumer,
+        smem: PairLayouts,
+        stores: tuple,
+        problem: Problem,
+        wg: cutlass.Constexpr[int],
+    ):
+        """In 16 bits."""
+        c, p = self.config, problem
         sync_consumers(c)
         accumulators, targets = (consumer.acc_dK, consumer.acc_dV), (smem.k, smem.v)
         mmas, columns = (consumer.mmas.dk, consumer.mmas.dv), (c.head_dim, c.head_dim_v)

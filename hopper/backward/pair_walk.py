@@ -20,7 +20,8 @@ from hopper.backward.turn_keeper import TurnKeeper
 
 class Problem(NamedTuple):
     """What all roles know of a launch and of their place in it. ``m_ends`` are the query tiles of a head of all packed
-    sequences, or nothing; ``changes`` and ``lists`` those of ``BackwardOptions``."""
+    sequences, or nothing; ``changes`` and ``lists`` those of ``BackwardOptions``. ``parts`` is empty, or has the number
+    of those into which the query heads of a head of K and V are divided, which ``head_kv`` counts then."""
 
     softmax_scale: Float32
     seqlens: SeqlenInfo
@@ -32,6 +33,12 @@ class Problem(NamedTuple):
     m_ends: tuple
     changes: tuple
     lists: tuple
+    parts: tuple
+
+    @property
+    def head_of_keys(self) -> Any:
+        """The head of K and V."""
+        return self.head_kv // self.parts[0] if self.parts else self.head_kv
 
     @property
     def pair(self) -> Any:
@@ -101,7 +108,7 @@ def load_range(producer: PairProducer, problem: Problem):
     p = problem
     begin, end = p.queries.begin(p.pair, p.seqlens), p.queries.end(p.pair, p.seqlens)
     visit = Visit(begin, end, end, end)
-    producer.load_keys(p.n_block, p.head_kv, p.seqlens)
+    producer.load_keys(p.n_block, p.head_of_keys, p.seqlens)
     for i in cutlass.range(p.heads_per_kv_head, unroll=1):
         head, block = p.head_kv * p.heads_per_kv_head + i, i * (end - begin)
         producer.load_queries(head, p.seqlens, visit, block)
@@ -111,7 +118,7 @@ def load_range(producer: PairProducer, problem: Problem):
 def load_listed(producer: PairProducer, problem: Problem):
     """The same of those that are listed."""
     p, block = problem, Int32(0)
-    producer.load_keys(p.n_block, p.head_kv, p.seqlens)
+    producer.load_keys(p.n_block, p.head_of_keys, p.seqlens)
     for i in cutlass.range(p.heads_per_kv_head, unroll=1):
         listed = listed_queries(p, p.first_head + i)
         producer.load_queries(p.first_head + i, p.seqlens, listed, block)

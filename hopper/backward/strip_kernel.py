@@ -129,7 +129,7 @@ class StripBackwardKernel(GeneralBackwardKernel):
                 kv.consumer_release(part_state(visited, 1))
                 visited += 1
                 if n_block >= strip.first:
-                    place = (n_block, strip.head, seqlens.rows_k)
+                    place = (n_block, strip.head, seqlens)
                     epilogue.store(consumer, self._last_block(state), place)
             tile = work.scheduler.receive(state_of(MAILBOX_STAGES, strips))
             strips += 1

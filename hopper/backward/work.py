@@ -23,6 +23,7 @@ from cute_kernels.window import Window
 from hopper import mail
 from hopper.backward.config import BackwardConfig
 from hopper.backward.exchange import state_of
+from hopper.backward.parts import head_of_part
 from hopper.config import WARPGROUP_ROWS
 
 
@@ -39,7 +40,9 @@ class BackwardWork(LoopInvariant):
     theirs in turn (``BackwardConfig.has_sections``).
 
     ``lists`` is empty, or has the int32 tensor (batch, heads, key tiles, 1 + query tiles, 2) from which
-    ``ListedQueries`` are read.
+    ``ListedQueries`` are read. ``parts`` is empty, or has ``reciprocal_of`` the number of those into which the query
+    heads of a head of K and V are divided: each has key tiles of its own, as if it had K and V of its own, and
+    ``head_kv`` counts them.
     """
 
     config: BackwardConfig
@@ -51,6 +54,13 @@ class BackwardWork(LoopInvariant):
     seqlens: DenseSeqlens | PackedSeqlens
     heads_per_kv_head: Int32
     lists: tuple = ()
+    parts: tuple = ()
+
+    def head_of_keys(self, head_kv: Int32) -> Int32:
+        """That of K and V which ``head_kv`` reads."""
+        for reciprocal in self.parts:
+            return head_of_part(head_kv, reciprocal)
+        return head_kv
 
     @property
     def queries(self) -> QueryRange:

@@ -82,6 +82,7 @@ class BackwardProblem(NamedTuple):
     has_chunk: bool = False
     in_strips: bool = False
     one_tile: bool = False
+    head_parts: int = 1
 
     @property
     def kind(self) -> GradientProblem:
@@ -99,6 +100,7 @@ class BackwardProblem(NamedTuple):
             deterministic=self.deterministic,
             in_strips=self.in_strips,
             one_tile=self.one_tile,
+            divides_heads=self.head_parts > 1,
         )
 
 
@@ -197,6 +199,7 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         return select_one_tile_config(*options)
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
+        hopper = replace(hopper, divides_heads=p.divides_heads)
         if p.keys != "many":
             hopper = replace(hopper, few_keys=p.keys == "few", clears_ahead=False)
         if p.keys == "few":

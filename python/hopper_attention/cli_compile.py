@@ -142,7 +142,7 @@ def kernels_for(arch: str) -> tuple[KernelConfig, ...]:
     from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
     from cute_kernels.ampere.config import shipped_ampere_forward_configs
     from cute_kernels.launches.config import LaunchesConfig
-    from hopper.backward.config import shipped_backward_kernels
+    from hopper.backward.shipped import shipped_backward_kernels
     from hopper.forward.fp8.tilings import (
         shipped_exact_lse_configs,
         shipped_fp8_forward_configs,

@@ -14,7 +14,7 @@ from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.wide.config import WideForwardConfig
-from hopper_attention import backward_rules, checks, features, few_queries, fp8_rules
+from hopper_attention import backward_rules, checks, features, few_queries, fp8_rules, tile_turns
 from hopper_attention.autocast import find_autocast_dtype
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
@@ -39,6 +39,7 @@ from hopper_attention.forward_rules import (
     takes_wide_values,
 )
 from hopper_attention.functions import MaskMod, ScoreMod
+from hopper_attention.head_parts import with_head_parts
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
@@ -260,6 +261,12 @@ def explain(
         elif few != few_queries.NOT_FEW:
             served_by = config_of_few(few, (q_spec, k_spec, v_spec), mask, scores.kind)
             notes = (*notes, *few.notes)
+        elif isinstance(config, ForwardConfig) and q_spec.dtype != checks.FP8_DTYPE:
+            usual = problem_of(q_spec, k_spec, v_spec, causal, mask.sides, scores.kind)
+            grouped = tile_turns.in_fewer_turns(usual, q_spec, k_spec, sm_margin)
+            if grouped.group > 1:
+                served_by = select_for(grouped, "hopper", HOPPER_CAPABILITY)
+                notes = (*notes, tile_turns.NOTE)
     notes = _notes(choice.advice, given) + describe_window(mask) + describe_scores(scores) + notes
     notes += fp8_rules.describe_lse(served_by)
     is_launched = choice.backend in KERNELS and 0 not in (*specs["q"].shape, *specs["k"].shape)
@@ -276,6 +283,8 @@ def explain(
         if choice.backend == "hopper":
             gradient = backward_rules.in_faster_order(gradient)
         gradient = backward_rules.in_one_tile(gradient)
+        if choice.backend == "hopper":
+            gradient = with_head_parts(gradient, mask.sides)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif qv is not None:

@@ -18,6 +18,7 @@ from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
 from cute_kernels.problem import VARLEN
 from cute_kernels.rotation.config import RotationConfig
+from hopper.backward.config import gains_by_clearing_ahead
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
@@ -29,6 +30,7 @@ from hopper_attention.decode_rules import in_clusters, select_decode
 from hopper_attention.few_packed_queries import find_few_packed
 from hopper_attention.few_queries import NOT_FEW, FewQueries, contiguous_spec, find_few
 from hopper_attention.forward_rules import ReferenceConfig, choose_for, grouped_problem
+from hopper_attention.head_parts import with_head_parts
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.launch.append import append_facts, select_append_config
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
@@ -40,6 +42,7 @@ from hopper_attention.problem import (
     length_bounds,
 )
 from hopper_attention.scores import ScoreKind
+from hopper_attention.tile_turns import may_have_group
 from hopper_attention.torch_rules import TorchConfig
 
 PAGE_SIZES = (0, 16, 64, 128, 256)
@@ -200,6 +203,7 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
         found += strips_of(model, target)
         found += of_one_tile(model, target)
         found += of_many_short(model, target)
+        found += of_divided_heads(model, target)
         found += [LaunchesConfig()] if capability == HOPPER_CAPABILITY else []
     if True in model.causal:
         found += serving_of(model, capability)
@@ -217,9 +221,19 @@ def problems_of(model: ModelShape) -> Iterator[AttentionProblem]:
             specs = model.specs(min(seqlen, 2**20))
             problem = forward_rules.problem_of(*specs, causal, sides, model.scores)
             # Prompts of a batch have more tiles than one, and one that is attended to in parts has fewer.
-            yield from (replace(problem, has_many_tiles=is_many) for is_many in (False, True))
+            for is_many in (False, True):
+                yield from _with_groups(replace(problem, has_many_tiles=is_many), model)
         window = sides != FULL_SIDES, sides[2] > 0
-        yield forward_rules.packed_problem_of(flat_q, flat_v, causal, window, model.scores)
+        packed = forward_rules.packed_problem_of(flat_q, flat_v, causal, window, model.scores)
+        yield from _with_groups(packed, model)
+
+
+def _with_groups(problem: AttentionProblem, model: ModelShape) -> Iterator[AttentionProblem]:
+    """A problem, and the same with the tiles that serve where they save turns."""
+    group = model.heads // model.kv_heads
+    yield problem
+    if may_have_group(problem, group):
+        yield replace(problem, group=group)
 
 
 def backward_of(problem: AttentionProblem, target: Target, keys: PackedKeys = USUAL_KEYS) -> tuple[Any, ...]:
@@ -292,6 +306,24 @@ def of_many_short(model: ModelShape, target: Target) -> Iterator[Any]:
         yield from (BackwardStep("prepare", config), config)
         packed = replace(config, layout=VARLEN)
         yield from (BackwardStep("prepare", packed), packed)
+
+
+def of_divided_heads(model: ModelShape, target: Target) -> Iterator[Any]:
+    """The kernels of the gradients of so few keys that the query heads of a head of K and V are divided, dense and
+    packed."""
+    many = -(-backward_rules.MANY_ELEMENTS // (512 * model.heads * model.head_dim))
+    for batch, seqlen in ((1, 384), (1, 1024), (many, 512)):
+        q, k, v = ((batch, *x.shape[1:]) for x in model.specs(seqlen))
+        for config in of_special_problems(model, target, (q, k, v), _divided_in_faster_order):
+            if config.divides_heads:
+                packed = replace(config, layout=VARLEN)
+                clearing = (replace(packed, clears_ahead=True),) if gains_by_clearing_ahead(packed) else ()
+                for each in (config, packed, *clearing):
+                    yield from (each, BackwardStep("finish", each))
+
+
+def _divided_in_faster_order(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
+    return with_head_parts(backward_rules.in_faster_order(problem), sides)
 
 
 def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:

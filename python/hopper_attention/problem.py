@@ -109,12 +109,14 @@ class GradientProblem(AttentionProblem):
         deterministic: gradients are to have the same bits in every run.
         in_strips: window, lengths and heads are such that a kernel can write dQ itself (``backward_rules.in_strips``).
         one_tile: the keys are so few that a kernel needs none beside it (``backward_rules.in_one_tile``).
+        divides_heads: the query heads of a head of K and V are shared out (``head_parts.with_head_parts``).
         keys: of packed sequences, what the bound of their lengths says of the kernel (``backward_rules.keys_within``).
     """
 
     deterministic: bool = False
     in_strips: bool = False
     one_tile: bool = False
+    divides_heads: bool = False
     keys: PackedKeys = USUAL_KEYS
 
 

@@ -97,10 +97,13 @@ def remember(
 
 
 def _key_of(q: Tensor, k: Tensor, lengths: Lengths, options: Key) -> Key:
-    """Where queries are few, bounds of lengths decide on the kernel and its mask, and count too."""
+    """Where queries are few, bounds of lengths decide on the kernel and its mask, and count too; else that of queries
+    does where all sequences may be as long (``tile_turns``)."""
     longest_q, longest_k = lengths[4:]
-    few = None
+    bounds: Any = None
     if longest_q <= MOST_QUERIES and k.shape[0]:
-        few = served_alike(longest_q, longest_k, k.shape[0])
+        bounds = served_alike(longest_q, longest_k, k.shape[0])
+    elif q.dim() and q.shape[0] % longest_q == 0:
+        bounds = longest_q
     kinds = tuple(map(type, options))
-    return q.shape, k.shape, few, options, kinds, lengths.pattern, torch.is_grad_enabled()
+    return q.shape, k.shape, bounds, options, kinds, lengths.pattern, torch.is_grad_enabled()

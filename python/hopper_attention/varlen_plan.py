@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from cute_kernels.plan.config import check_packed_size
+from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
-from hopper_attention import backward_rules, checks, features, few_queries, forward_rules, fp8_rules
+from hopper_attention import (
+    backward_rules,
+    checks,
+    features,
+    few_queries,
+    forward_rules,
+    fp8_rules,
+    tile_turns,
+)
 from hopper_attention.api import Window
 from hopper_attention.backends import KERNELS, Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
@@ -36,7 +45,8 @@ from hopper_attention.dropout import no_draw
 from hopper_attention.few_packed_queries import find_few_packed
 from hopper_attention.forward_rules import ReferenceConfig
 from hopper_attention.functions import MaskMod, ScoreMod
-from hopper_attention.launch.varlen import is_empty
+from hopper_attention.head_parts import packed_with_head_parts
+from hopper_attention.launch.varlen import is_empty, sizes_of
 from hopper_attention.lengths import Lengths, check_kinds, check_packed, specs_of
 from hopper_attention.packed_fp8_plan import packed_config_of
 from hopper_attention.problem import AttentionProblem, GradientProblem, PackedKeys
@@ -149,12 +159,17 @@ def explain_varlen(
             config = forward_rules.select_for(grouped, choice.backend, target.capability)
         served_by = config
         notes = (*notes, *few.notes)
+    elif few.call is None and isinstance(config, ForwardConfig) and (not is_fp8 or in_16_bits):
+        usual = forward_rules.packed_problem_of(whole["q"], whole["v"], *masked, scores.kind)
+        grouped = tile_turns.packed_in_fewer_turns(usual, whole["q"], whole["k"], lengths, sm_margin)
+        if grouped.group > 1:
+            served_by = config = forward_rules.select_for(grouped, choice.backend, target.capability)
+            notes = (*notes, tile_turns.NOTE)
     if few.call is not None:
         served_by, notes = serving_config(few.call), (*notes, few_queries.NOTE)
     elif not isinstance(config, (ReferenceConfig, TorchConfig)):
         totals = specs["q"].shape[0], specs["k"].shape[0]
-        tile = config.tile_m // few.group
-        check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, tile)
+        check_packed_size("kernel", q.shape[1], cu_seqlens_q.shape[0] - 1, totals, config.tile_queries)
     notes = (
         ((choice.advice,) if choice.advice else ()) + describe_window(mask) + describe_scores(scores) + notes
     ) + fp8_rules.describe_lse(served_by)
@@ -171,6 +186,7 @@ def explain_varlen(
             asked = _gradients_of(gradient, in_order, keys)
             if choice.backend == "hopper":
                 asked = backward_rules.packed_in_faster_order(asked, q.numel(), lengths[4:])
+                asked, _ = packed_with_head_parts(asked, sizes_of(q, k, lengths), mask.sides)
             notes += (_note_on_gradients(asked, target, backend),)
     copies = (DEQUANTIZED,) if in_16_bits else describe_copies(served_by, specs, tensors)
     return Plan(choice.backend, served_by, choice.reason, casts + copies, notes)

@@ -15,15 +15,11 @@ from cute_kernels.ampere.backward.config import (
     shipped_ampere_backward_kernels,
 )
 from cute_kernels.backward.step import BackwardStep, SteppedConfig, steps_of
-from hopper.backward.config import (
-    BackwardConfig,
-    select_backward_config,
-    shipped_backward_configs,
-    shipped_backward_kernels,
-)
+from hopper.backward.config import BackwardConfig, select_backward_config
+from hopper.backward.shipped import shipped_backward_configs, shipped_backward_kernels
 from hopper.compile import arch_of
 from hopper.inspection import ResourceUsage
-from hopper_attention.launch.backward import dq_shape
+from hopper_attention.launch.gradient_memory import dq_shape
 from tests.compile_pool import usage_of_each
 from tests.hopper.on_numpy import finish_on_numpy, prepare_on_numpy
 

@@ -24,7 +24,7 @@ from cute_kernels.ampere.backward.config import shipped_ampere_backward_kernels
 from cute_kernels.ampere.config import shipped_ampere_forward_configs
 from cute_kernels.copies.config import THREADS, THREADS_OF_FEW, CopiesConfig
 from cute_kernels.merge.config import MergeConfig
-from hopper.backward.config import shipped_backward_kernels
+from hopper.backward.shipped import shipped_backward_kernels
 from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention import (
     compile_cache,

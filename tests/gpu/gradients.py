@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from hopper_attention import flash_attn_func
 from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.reference import attention_naive
+from tests.gpu.conftest import Inputs
+from tests.python.varlen_cases import Case
 
 SLACK = 1e-4
 """Allowed where the formula in plain PyTorch happens to be exact."""
@@ -79,6 +82,33 @@ def find_gradient_errors(
         # "not <=", so that NaN counts as wrong.
         if not error <= budget:
             wrong.append(f"{name}: error {error:.3e}, allowed {budget:.3e}")
+    return wrong
+
+
+def find_packed_errors(
+    case: Case,
+    leaves: Sequence[Tensor],
+    ours: Gradients,
+    of_results: tuple[Tensor, Tensor],
+    causal: bool,
+    window: tuple[int, int] = FULL_WINDOW,
+) -> list[Any]:
+    """The same of packed sequences: their numbers, and what is wrong with each. ``leaves`` are q, k and v,
+    ``of_results`` the gradients of out and lse."""
+    (dout, dlse), wrong = of_results, []
+    for number, (rows, keys) in enumerate(case.spans()):
+        parts = rows, keys, keys
+        if rows.start == rows.stop or keys.start == keys.stop:
+            if any(bool(x[part].any()) for x, part in zip(ours, parts, strict=True)):
+                wrong.append(number)
+            continue
+        inputs = Inputs(*(x.detach()[None, part] for x, part in zip(leaves, parts, strict=True)))
+        own = tuple(x[None, part] for x, part in zip(ours, parts, strict=True))
+        found = find_gradient_errors(inputs, own, dout[None, rows], causal, dlse[None, :, rows], window)
+        wrong += [(number, found)] if found else []
+    of_q, of_k = case.unused()
+    if ours[0][of_q].any() or ours[1][of_k].any() or ours[2][of_k].any():
+        wrong.append("rows of no sequence have gradients")
     return wrong
 
 

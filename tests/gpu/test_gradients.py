@@ -18,7 +18,7 @@ from hopper_attention import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
-from hopper_attention.launch.backward import BackwardLauncher, OneTileLauncher
+from hopper_attention.launch.backward import BackwardLauncher, DividedLauncher, OneTileLauncher
 from hopper_attention.notices import warn_once
 from hopper_attention.reference import attention_naive
 from tests.gpu.gradients import find_gradient_errors
@@ -44,7 +44,7 @@ DQ_ORDER = 2e-3
 def runs(monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of q of the backward passes that ran on the kernel under test; no test may warn that one did not."""
     seen: list[tuple[int, ...]] = []
-    for kind in (BackwardLauncher, OneTileLauncher):
+    for kind in (BackwardLauncher, DividedLauncher, OneTileLauncher):
 
         def note(launcher: Any, dout: Tensor, q: Tensor, *others: Any, launch: Any = kind.launch) -> Any:
             assert isinstance(launcher.config, AmpereBackwardConfig) == (backend == "ampere")

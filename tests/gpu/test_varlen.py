@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hopper_attention import flash_attn_func, flash_attn_varlen_func
 from tests.gpu.conftest import Inputs
-from tests.gpu.gradients import find_gradient_errors
+from tests.gpu.gradients import find_packed_errors
 from tests.python.varlen_cases import CASES, Case, offsets
 
 pytestmark = pytest.mark.gpu
@@ -198,26 +198,7 @@ def test_gradients(backend: str, head_dim: int, deterministic: bool) -> None:
             out, lse = flash_attn_varlen_func(*leaves, *lengths, deterministic=deterministic, **options)
             dout, dlse = torch.randn_like(out), torch.randn_like(lse)
             grads = torch.autograd.grad((out, lse), leaves, (dout, dlse), retain_graph=deterministic)
-            wrong = []
-            for number, (rows, keys) in enumerate(case.spans()):
-                if rows.start == rows.stop or keys.start == keys.stop:
-                    wrong += (
-                        [number]
-                        if any(bool(x.any()) for x in (grads[0][rows], *(g[keys] for g in grads[1:])))
-                        else []
-                    )
-                    continue
-                inputs = Inputs(
-                    *(x.detach()[None, part] for x, part in zip(leaves, (rows, keys, keys), strict=True))
-                )
-                ours = tuple(g[None, part] for g, part in zip(grads, (rows, keys, keys), strict=True))
-                found = find_gradient_errors(
-                    inputs, ours, dout[None, rows], causal, dlse[None, :, rows], window
-                )
-                wrong += [(number, found)] if found else []
-            of_q, of_k = case.unused()
-            if grads[0][of_q].any() or grads[1][of_k].any() or grads[2][of_k].any():
-                wrong.append("rows of no sequence have gradients")
+            wrong = find_packed_errors(case, leaves, grads, (dout, dlse), causal, window)
             if deterministic:
                 again = torch.autograd.grad((out, lse), leaves, (dout, dlse))
                 wrong += [] if all(map(torch.equal, grads, again)) else ["other bits the second time"]

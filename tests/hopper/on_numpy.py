@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -19,24 +19,31 @@ from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from hopper.backward.batch import DenseBatch
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
+from hopper.backward.parts import reciprocal_of
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper_attention.functions import NO_CAPTURED, CapturedFunctions
-from hopper_attention.launch.backward import backward_counter, dq_shape, lse_shape, subtract_lse_gradient
 from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
+from hopper_attention.launch.gradient_memory import (
+    backward_counter,
+    divided_shape,
+    dq_shape,
+    lse_shape,
+    subtract_lse_gradient,
+)
 from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.quantization import QuantizedQKV, TransposedV
 from hopper_attention.quantized import transpose_for_kernel
+from tests.hopper.backward_maps import backward_maps
 from tests.hopper.edges import memory_of_runs
-from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, TensorMap, Timing, parse, run
+from tests.hopper.hopper_machine import AT_ONCE, Cta, Program, Timing, parse, run
 from tests.hopper.led import first_rows_of, lengths_of
+from tests.hopper.rules import NO_RULES, Rules
 from tests.hopper.tensor_maps import (
     query_map,
     ragged_map,
     row_map,
     storage_of,
     tile_map,
-    vector_map,
 )
 from tests.ptx import ptx_of
 
@@ -49,24 +56,6 @@ LOG2_E = math.log2(math.e)
 @cache
 def program_of(config: Any) -> Program:
     return parse(ptx_of(config))
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is done to scores: a cap, slopes of ALiBi (batch, heads), a user's functions, sinks (heads,); to P: the seed
-    and offset of a mask of dropout, int64 (2,), and how many of 256 elements it keeps; and lists of the blocks that
-    are visited (``BlockTable.lists``)."""
-
-    softcap: float = 0.0
-    slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    philox: Tensor | None = None
-    kept: int = 256
-    captured: CapturedFunctions = NO_CAPTURED
-    lists: Tensor | None = None
-
-
-NO_RULES = Rules()
 
 
 class Arguments:
@@ -107,6 +96,11 @@ class Arguments:
     def parts(self, tensor: Tensor) -> None:
         """Partial results."""
         self.tensor(tensor, tuple(tensor.shape), tensor.stride()[:-1])
+
+    def left(self, *tensors: Tensor) -> None:
+        """dK and dV of parts of heads, from the last mode to the first."""
+        for tensor in tensors:
+            self.tensor(tensor, tuple(tensor.shape[-3::-1]), tensor.stride()[-2::-1])
 
     def rows_of(self, tensor: Tensor) -> None:
         """A tensor (batch, seqlen, heads, head_dim) as (seqlen, head_dim, heads, batch)."""
@@ -395,9 +389,10 @@ def backward_on_numpy(
     sides: tuple[int, ...] = (),
     rules: Rules = NO_RULES,
     key_tiles: int = 1,
+    head_parts: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, as the three backward kernels of ``config`` leave them for (dout, q, k, v); ``sides`` are
-    those of a window, ``key_tiles`` those of a strip where there are strips."""
+    those of a window, ``key_tiles`` those of a strip where there are strips, ``head_parts`` those of divided heads."""
     dout, q, k, v = inputs
     has_strips = isinstance(config, BackwardConfig) and config.strips
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
@@ -405,6 +400,7 @@ def backward_on_numpy(
         _launch_one_tile(config, inputs, (out, lse), (dq, dk, dv), softmax_scale, timing)
         return dq, dk, dv
     lse_log2, delta, sums = prepare_on_numpy(config, out, dout, lse)
+    left: tuple[Tensor, ...] = ()
     if dlse is not None:
         subtract_lse_gradient(delta, lse, dlse)
 
@@ -413,26 +409,42 @@ def backward_on_numpy(
         _launch_ampere_gradients(config, tensors, (softmax_scale, *sides), timing, rules)
     else:
         arguments = Arguments()
-        maps = _backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
+        maps = backward_maps(config, (dout, q, k, v), (lse_log2, delta), (dk, dv))
         maps += [row_map(dq, WARPGROUP_ROWS, config.dq_columns)] if has_strips else []
         arguments.add(*maps)
         arguments.values += [b"\0" * 16] * len(maps)
         if has_strips:
             _launch_strips(config, arguments, (q, k, dq), (softmax_scale, *sides), timing, key_tiles)
             return dq, dk, dv
-        _launch_gradients(config, arguments, (q, k), sums, (softmax_scale, *sides), timing, rules)
+        if config.divides_heads:
+            left = tuple(torch.full(divided_shape(config, k.shape, head_parts), math.nan) for _ in "kv")
+            arguments.left(*left)
+        given = softmax_scale, *sides
+        _launch_gradients(config, arguments, (q, k), sums, given, timing, rules, head_parts)
 
-    finish_on_numpy(config, sums, dq, softmax_scale)
+    finish_on_numpy(config, sums, dq, softmax_scale, left, (dk, dv) if left else ())
     return dq, dk, dv
 
 
-def finish_on_numpy(config: SteppedConfig, sums: Tensor, dq: Tensor, softmax_scale: float) -> None:
-    """Fill dq from the sums of a backward kernel of ``config``."""
-    arguments = Arguments()
-    arguments.tensor(sums, tuple(sums.shape[:3]), sums.stride()[:4])
-    arguments.tensor(dq, tuple(dq.shape), dq.stride()[:3])
+def finish_on_numpy(
+    config: SteppedConfig,
+    sums: Tensor,
+    dq: Tensor,
+    softmax_scale: float,
+    left: tuple[Tensor, ...] = (),
+    of_keys: tuple[Tensor, ...] = (),
+) -> None:
+    """Fill dq from the sums of a backward kernel of ``config``, and ``of_keys``, dk and dv, from what was ``left`` of
+    them, if it was."""
+    arguments, (batch, heads, tiles) = Arguments(), sums.shape[:3]
+    for parts, gradients in (((sums,), (dq,)), (left, of_keys)):
+        for x in parts:
+            arguments.tensor(x, tuple(x.shape[:3]), x.stride()[:4])
+        for x in gradients:
+            arguments.tensor(x, tuple(x.shape), x.stride()[:3])
+    if left:
+        tiles, heads = max(tiles, left[0].shape[2]), heads + 2 * of_keys[0].shape[2]
     arguments.add(softmax_scale)
-    tiles, heads, batch = sums.shape[2], sums.shape[1], sums.shape[0]
     arguments.launch(program_of(BackwardStep("finish", config)), (tiles, heads, batch))
 
 
@@ -484,14 +496,16 @@ def _launch_gradients(
     scale_and_sides: tuple[float | int, ...],
     timing: Timing,
     rules: Rules,
+    head_parts: int,
 ) -> None:
     """The kernel between prepare and finish, of (q, k), behind the maps that are in ``arguments``."""
     c, (q, k) = config, inputs
     batch, heads, tiles, *_ = sums.shape
-    kv_heads, program = k.shape[2], program_of(config)
+    kv_heads, program = k.shape[2] * head_parts, program_of(config)
     n_blocks, m_blocks = (-(-x.shape[1] // tile) for x, tile in ((k, c.tile_n), (q, c.tile_m)))
     sizes = *scale_and_sides, q.shape[1], k.shape[1], heads // kv_heads
-    views = [x.permute(1, 3, 2, 0) for x in (q, k)]
+    views = [x.permute(1, 3, 2, 0) for x in (q, k.repeat_interleave(head_parts, 2))]
+    divisor = (head_parts,) if c.divides_heads else ()
     if isinstance(c, PairedBackwardConfig):
         arguments.tensor(sums, (tiles * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
         counter = backward_counter(config, sums)
@@ -500,9 +514,12 @@ def _launch_gradients(
         arguments.add(*sizes)
         add_rules(arguments, rules)
         grid = (CLUSTER_CTAS * n_blocks, kv_heads, batch)
-        if c.has_sections:
-            arguments.add(n_blocks, kv_heads, batch, *DenseBatch(c).even_sections(*views, PAIRS_UNDER_WAY))
+        if c.has_sections or c.shortens:
+            sections = DenseBatch(c).even_sections(*views, PAIRS_UNDER_WAY)
+            order = sections if c.has_sections else DenseBatch(c).tail(*views)
+            arguments.add(n_blocks, kv_heads, batch, *order)
             grid = (CLUSTER_CTAS * n_blocks * kv_heads * batch, 1, 1)
+        arguments.add(*divisor)
         arguments.launch(program, grid, timing, CLUSTER_CTAS)
         return
     arguments.tensor(sums, (tiles * heads * batch,), (sums.stride(3), sums.stride(2)))
@@ -517,6 +534,7 @@ def _launch_gradients(
         tail = tail[0], DenseBatch(c).late_heads(*views)
     arguments.add(*sizes, n_blocks, kv_heads, batch, *tail, n_blocks * kv_heads * batch, m_blocks)
     add_rules(arguments, rules)
+    arguments.add(*map(reciprocal_of, divisor))
     arguments.launch(program, (1, 1, 1), timing)
 
 
@@ -532,7 +550,7 @@ def _launch_one_tile(
     c, (_, q, k, _), (out, lse), (dq, dk, dv) = config, inputs, results, gradients
     batch, seqlen, heads, columns = q.shape
     kv_heads = k.shape[2]
-    maps = _backward_maps(c, inputs, (lse,), (dk, dv))
+    maps = backward_maps(c, inputs, (lse,), (dk, dv))
     maps.insert(5, row_map(out, c.tile_m, c.head_dim_v))
     maps.append(row_map(dq, WARPGROUP_ROWS, c.dq_columns))
     arguments = Arguments()
@@ -574,27 +592,3 @@ def add_rules(arguments: Arguments, rules: Rules) -> None:
         arguments.add(rules.softcap)
     arguments.slopes(rules)
     arguments.dropout_and_functions(rules)
-
-
-def _backward_maps(
-    config: BackwardConfig,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    vectors: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor],
-) -> list[TensorMap]:
-    """Of the kernel between prepare and finish, for (dout, q, k, v), (lse, delta) and (dk, dv)."""
-    c, (dout, q, k, v), (dk, dv) = config, inputs, gradients
-    is_paired = isinstance(c, PairedBackwardConfig)
-    keys, rows = (c.keys, c.tile_m // CLUSTER_CTAS) if is_paired else (c.tile_n // c.key_parts, c.tile_m)
-    # Swizzles are as wide as the columns that are an operand by themselves.
-    part, part_v = (size // (c.consumers if is_paired else 1) for size in (c.head_dim, c.head_dim_v))
-    return [
-        row_map(q, rows, part),
-        row_map(k, keys, c.dq_columns),
-        row_map(v, keys, part_v),
-        row_map(dout, rows, part_v),
-        *(vector_map(vector, c.tile_m) for vector in vectors),
-        *([row_map(k, keys, c.dq_columns)] if is_paired else []),
-        row_map(dk, WARPGROUP_ROWS, c.dq_columns if is_paired else c.head_dim),
-        row_map(dv, WARPGROUP_ROWS, part_v),
-    ]

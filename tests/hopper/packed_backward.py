@@ -10,10 +10,10 @@ from torch import Tensor
 from cute_kernels.backward.step import CLEARING_WORDS, SCHEDULER_WORDS, BackwardStep, SteppedConfig
 from cute_kernels.plan.config import plan_entries
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
-from hopper.config import WARPGROUP_ROWS
-from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
+from hopper.backward.parts import reciprocal_of
+from tests.hopper.backward_maps import backward_maps
+from tests.hopper.hopper_machine import AT_ONCE, Timing
 from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, add_rules, program_of
-from tests.hopper.tensor_maps import elements_of, ragged_map
 from tests.plans import Packed, plan_of
 
 
@@ -27,10 +27,12 @@ def packed_backward_on_numpy(
     sides: tuple[int, ...] = (),
     ctas: int = 1,
     rules: Rules = NO_RULES,
+    head_parts: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, which were NaN before, of (dout, q, k, v) and (out, lse), as the three kernels leave them.
 
-    ``sequences`` are those of Q and of K; ``sides`` those of a window; ``ctas`` those of a persistent grid.
+    ``sequences`` are those of Q and of K; ``sides`` those of a window; ``ctas`` those of a persistent grid;
+    ``head_parts`` those of divided heads.
     """
     c, (dout, q, k, v), scale = config, inputs, inputs[1].shape[2] ** -0.5
     plan = plan_of(*sequences, tile=c.tile_n, of_keys=True)
@@ -42,32 +44,49 @@ def packed_backward_on_numpy(
     dq, dk, dv = (torch.full_like(x, math.nan) for x in (q, k, v))
 
     arguments = Arguments()
-    maps = _maps(c, inputs, (lse_log2, delta), (dk, dv))
+    maps = backward_maps(c, inputs, (lse_log2, delta), (dk, dv))
     arguments.add(*maps)
     arguments.values += [b"\0" * 16] * len(maps)
+    left: tuple[Tensor, ...] = ()
+    if c.divides_heads:
+        of_keys = plan_entries(k.shape[0], sequences[1].batch, c.tile_n)
+        shape = k.shape[1] * head_parts, of_keys, c.dq_parts, c.dk_words
+        left = tuple(torch.full(shape, math.nan) for _ in "kv")
+        arguments.left(*left)
     if not c.clears_ahead:
         counts = q.shape[1] * tiles * (c.counts_per_tile if c.ordered else 0)
         counter = torch.zeros(SCHEDULER_WORDS + counts, dtype=torch.int32)
-    _launch(c, arguments, k, (sums, counter), (plan, number), (scale, *sides), rules, timing, ctas)
+    given = (scale, *sides), rules, timing, ctas, head_parts
+    _launch(c, arguments, k, (sums, counter), (plan, number), *given)
     assert not counter[:SCHEDULER_WORDS].any(), (
         "the next launch would begin with tiles that this one has counted"
     )
 
-    finish_on_numpy(c, sums, dq, (plan, number), scale)
+    finish_on_numpy(c, sums, dq, (plan, number), scale, left, (dk, dv) if left else ())
     return dq, dk, dv
 
 
 def finish_on_numpy(
-    config: SteppedConfig, sums: Tensor, dq: Tensor, plan_and_number: tuple[Tensor, int], softmax_scale: float
+    config: SteppedConfig,
+    sums: Tensor,
+    dq: Tensor,
+    plan_and_number: tuple[Tensor, int],
+    softmax_scale: float,
+    left: tuple[Tensor, ...] = (),
+    of_keys: tuple[Tensor, ...] = (),
 ) -> None:
-    """Fill dq from the sums of a backward kernel of ``config``."""
-    plan, number = plan_and_number
-    arguments = Arguments()
-    arguments.tensor(sums, tuple(sums.shape[:2]), sums.stride()[:3])
-    arguments.tensor(dq, tuple(dq.shape), dq.stride()[:2])
+    """Fill dq from the sums of a backward kernel of ``config``, and ``of_keys``, dk and dv, from what was ``left`` of
+    them, if it was."""
+    arguments, (heads, tiles), (plan, number) = Arguments(), sums.shape[:2], plan_and_number
+    for parts, gradients in (((sums,), (dq,)), (left, of_keys)):
+        for x in parts:
+            arguments.tensor(x, tuple(x.shape[:2]), x.stride()[:3])
+        for x in gradients:
+            arguments.tensor(x, tuple(x.shape), x.stride()[:2])
+    if left:
+        tiles, heads = max(tiles, left[0].shape[1]), heads + 2 * of_keys[0].shape[1]
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(number, softmax_scale)
-    heads, tiles = sums.shape[:2]
     arguments.launch(program_of(BackwardStep("finish", config)), (tiles, heads, 1))
 
 
@@ -110,11 +129,13 @@ def _launch(
     rules: Rules,
     timing: Timing,
     ctas: int,
+    head_parts: int,
 ) -> None:
     """The kernel between prepare and finish, of k and (sums, counter), behind the maps in ``arguments``."""
     k, (sums, counter), (plan, number) = keys, results, plan_and_number
     heads, tiles, *_ = sums.shape
-    kv_heads, program, is_paired = k.shape[1], program_of(config), isinstance(config, PairedBackwardConfig)
+    kv_heads, program = k.shape[1] * head_parts, program_of(config)
+    is_paired = isinstance(config, PairedBackwardConfig)
     arguments.tensor(sums, (tiles * heads,), (sums.stride(2), sums.stride(1)))
     of_counter = (
         (counter[SCHEDULER_WORDS:], (tiles * heads,), ()) if is_paired else (counter, (len(counter),), ())
@@ -124,36 +145,10 @@ def _launch(
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(number, heads // kv_heads, *(() if is_paired else (kv_heads,)), tiles)
     add_rules(arguments, rules)
+    if config.divides_heads:
+        arguments.add(head_parts if is_paired else reciprocal_of(head_parts))
     if is_paired:
         of_tiles = CLUSTER_CTAS * plan_entries(k.shape[0], number - 1, config.tile_n)
         arguments.launch(program, (of_tiles, kv_heads, 1), timing, CLUSTER_CTAS)
     else:
         arguments.launch(program, (ctas, 1, 1), timing)
-
-
-def _maps(
-    config: BackwardConfig,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-    vectors: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor],
-) -> list[TensorMap]:
-    """Of the kernel between prepare and finish, for (dout, q, k, v), (lse, delta) and (dk, dv)."""
-    c, (dout, q, k, v), (dk, dv) = config, inputs, gradients
-    is_paired = isinstance(c, PairedBackwardConfig)
-    keys, rows = (c.keys, c.tile_m // CLUSTER_CTAS) if is_paired else (c.tile_n, c.tile_m)
-    part, part_v = (size // (c.consumers if is_paired else 1) for size in (c.head_dim, c.head_dim_v))
-    return [
-        ragged_map(q, rows, part),
-        ragged_map(k, keys, c.dq_columns),
-        ragged_map(v, keys, part_v),
-        ragged_map(dout, rows, part_v),
-        *(number_map(vector, c.tile_m) for vector in vectors),
-        *([ragged_map(k, keys, c.dq_columns)] if is_paired else []),
-        ragged_map(dk, WARPGROUP_ROWS, c.dq_columns if is_paired else c.head_dim),
-        ragged_map(dv, WARPGROUP_ROWS, part_v),
-    ]
-
-
-def number_map(tensor: Tensor, rows: int) -> TensorMap:
-    """Of (heads, rows), a number for each row."""
-    return TensorMap(elements_of(tensor), tensor.shape[::-1], tensor.stride()[::-1], (rows, 1), 0)

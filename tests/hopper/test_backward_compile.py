@@ -11,9 +11,9 @@ from hopper.backward.config import (
     select_backward_config,
     select_one_tile_config,
     select_strip_config,
-    shipped_backward_configs,
     validate_backward_config,
 )
+from hopper.backward.shipped import shipped_backward_configs
 from hopper.config import SMEM_BYTES, Registers
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each

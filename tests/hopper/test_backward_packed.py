@@ -78,9 +78,11 @@ def check(
     ctas=1,
     clears_ahead=False,
     timing=LATE,
+    head_parts=0,
 ) -> None:
+    """With ``head_parts`` by a kernel that divides heads."""
     config = select(dtype, head_dim, causal, ordered, sides is not None, layout="varlen")
-    config = replace(config, clears_ahead=clears_ahead)
+    config = replace(config, clears_ahead=clears_ahead, divides_heads=head_parts > 0)
     inputs = draw(DTYPES[dtype], q, k, heads, head_dim)
     left, right = sides or (NO_LIMIT, NO_LIMIT)
     dlse = torch.zeros(heads[0], q.total)
@@ -91,6 +93,7 @@ def check(
         dlse[lse == -math.inf] = math.nan
     rows = out.to(DTYPES[dtype]), lse.float()
     options = {"dlse": dlse if has_dlse else None, "sides": sides or (), "ctas": ctas}
+    options["head_parts"] = max(head_parts, 1)
     ours = packed_backward_on_numpy(config, tuple(inputs), rows, (q, k), timing, **options)
     for name, a, e in zip(("dq", "dk", "dv"), ours, exact, strict=True):
         assert torch.equal(a.isnan(), e.isnan()), name

@@ -16,7 +16,8 @@ from cute_kernels.ampere.backward.config import AmpereBackwardConfig
 from cute_kernels.backward import step
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.window import NO_LIMIT
-from hopper.backward.config import BackwardConfig, shipped_backward_kernels
+from hopper.backward.config import BackwardConfig
+from hopper.backward.shipped import shipped_backward_kernels
 from hopper_attention import (
     _kernels,
     compile_cache,

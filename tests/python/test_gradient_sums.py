@@ -14,7 +14,8 @@ from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig, select_backward_config
 from hopper_attention.device_memory import Piece
 from hopper_attention.launch import backward
-from hopper_attention.launch.backward import BackwardLauncher, DqTile
+from hopper_attention.launch.backward import BackwardLauncher
+from hopper_attention.launch.gradient_memory import DqTile
 from hopper_attention.launch.gradient_sums import GradientSums
 from hopper_attention.masks import MaskSpec
 from tests.python.fake_gpu import pretend

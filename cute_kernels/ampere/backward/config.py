@@ -113,6 +113,11 @@ class AmpereBackwardConfig:
         return False
 
     @property
+    def divides_heads(self) -> bool:
+        """Not tried."""
+        return False
+
+    @property
     def threads(self) -> int:
         return WARP_THREADS * self.warps
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cute_kernels.backward.step import SCHEDULER_WORDS, BackwardStep
+from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
@@ -26,7 +25,8 @@ from hopper_attention.backward_rules import (
     select_for,
     unless_too_large,
 )
-from hopper_attention.device_memory import Piece, Pieces, Work
+from hopper_attention.device_memory import Pieces, Work
+from hopper_attention.head_parts import with_head_parts
 from hopper_attention.launch.at_once import Given, Step
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
@@ -36,23 +36,20 @@ from hopper_attention.launch.base import (
     index_of,
 )
 from hopper_attention.launch.forward import NO_PLAN, NO_SIDES
-from hopper_attention.layout import TMA_BYTES, make_addressable, new_layout, new_strides
+from hopper_attention.launch.gradient_memory import (
+    FEWEST_WORDS,
+    DqTile,
+    backward_counter,
+    divided_pieces,
+    empty_gradients,
+    subtract_lse_gradient,
+    work_pieces,
+)
+from hopper_attention.layout import TMA_BYTES, make_addressable, new_strides
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 from hopper_attention.value_parts import needs_parts
-
-FEWEST_WORDS = 4
-"""That are cleared in each query tile, where the kernel adds nothing up."""
-
-
-class DqTile(NamedTuple):
-    """What of a config says how large the work memory of a launch is: query rows of a tile, and the parts and words of
-    its sums of dQ."""
-
-    tile_m: int
-    dq_parts: int
-    dq_words: int
 
 
 @dataclass(frozen=True)
@@ -176,8 +173,8 @@ class PreparedLauncher(GradientLauncher):
     prepare: Kernel
 
     @abstractmethod
-    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
-        """The work memory of a pass of queries of this shape."""
+    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
+        """The work memory of a pass of queries and keys of these shapes."""
 
     @abstractmethod
     def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
@@ -197,7 +194,7 @@ class BackwardLauncher(PreparedLauncher):
 
     finish: Kernel
 
-    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
+    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
         return work_pieces(self.dq_tile, q_shape)
 
     def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
@@ -223,7 +220,7 @@ class BackwardLauncher(PreparedLauncher):
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
-        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape))
+        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape, k.shape))
         self._prepare(dout, out, lse, dlse, work)
         dq, dk, dv = gradients
         counter = self._counter(work.tensors[2])
@@ -254,10 +251,53 @@ class BackwardLauncher(PreparedLauncher):
 
 
 @dataclass(frozen=True)
+class DividedLauncher(BackwardLauncher):
+    """That of a kernel which leaves dK and dV in float32, of each of ``head_parts`` parts of the query heads of a head
+    of K and V. ``finish`` adds them up, and rounds dQ as well."""
+
+    head_parts: int
+
+    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
+        return divided_pieces(self.config, self.dq_tile, q_shape, k_shape, self.head_parts)
+
+    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
+        dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
+        *for_kernel, key_sums, value_sums, counter = memory
+        of_call = softmax_scale, *options, *self.grid
+        left = key_sums, value_sums
+        return [
+            Step(self.prepare, (out, dout, lse, *for_kernel)),
+            Step(self.kernel, (q, k, v, dout, *for_kernel, *left, counter, *of_call)),
+            Step(self.finish, (for_kernel[2], dq, *left, dk, dv, softmax_scale)),
+        ]
+
+    def launch(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        gradients: tuple[Tensor, ...],
+        softmax_scale: float,
+        dlse: Tensor | None,
+        options: tuple[Any, ...],
+    ) -> None:
+        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape, k.shape))
+        *for_kernel, key_sums, value_sums = work.arguments
+        self._prepare(dout, out, lse, dlse, Work(work.tensors[:3], tuple(for_kernel)))
+        counter = self._counter(work.tensors[2])
+        self._start((q, k, v, dout), work.arguments, counter, softmax_scale, options)
+        dq, dk, dv = gradients
+        self.finish(for_kernel[2], dq, key_sums, value_sums, dk, dv, softmax_scale)
+
+
+@dataclass(frozen=True)
 class StripLauncher(PreparedLauncher):
     """That of a kernel with strips, which writes dQ itself."""
 
-    def pieces(self, q_shape: tuple[int, ...]) -> Pieces:
+    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
         return work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q_shape)
 
     def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
@@ -282,7 +322,7 @@ class StripLauncher(PreparedLauncher):
         dlse: Tensor | None,
         options: tuple[Any, ...],
     ) -> None:
-        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape))
+        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape, k.shape))
         self._prepare(dout, out, lse, dlse, work)
         counter = self._counter(work.tensors[2])
         self._start((q, k, v, dout), (*work.arguments[:2], *gradients), counter, softmax_scale, options)
@@ -373,6 +413,16 @@ def find_of_one_tile(problem: GradientProblem, device: torch.device) -> OneTileL
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_divided(problem: GradientProblem, device: torch.device, head_parts: int) -> DividedLauncher:
+    """The same of problems that have ``divides_heads``, of the Hopper kernel."""
+    config = find_config(problem, device, "hopper")
+    before, behind = (
+        compile_cache.get_backward(BackwardStep(step, config)) for step in ("prepare", "finish")
+    )
+    return DividedLauncher(*_find_parts(config, index_of(device)), before, behind, head_parts)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def _find_flat(
     dtype: torch.dtype,
     head_dim: int,
@@ -452,8 +502,8 @@ def find_for_call(
     window: Sides,
     has_dlse: bool = False,
 ) -> PreparedLauncher | OneTileLauncher | None:
-    """``find_plain``, but a kernel with strips or of one tile where there is one: for whole backward passes, which have
-    no use for sums of dQ. ``has_dlse`` says that there is a gradient of the LSE."""
+    """``find_plain``, but a kernel with strips, of one tile or of divided heads where it is for the problem: for whole
+    backward passes, which have no use for sums of dQ. ``has_dlse`` says that there is a gradient of the LSE."""
     given = dtype, device, causal, deterministic, backend, window
     found = _choose_plain((q_shape, k_shape, v_shape), *given)
     if found is None:
@@ -463,6 +513,9 @@ def find_for_call(
         problem = in_strips(in_faster_order(problem), window)
         if not has_dlse and in_one_tile(problem).one_tile:
             return find_of_one_tile(in_one_tile(problem).kind, device)
+        problem = with_head_parts(problem, window)
+    if problem.head_parts > 1:
+        return find_divided(problem.kind, device, problem.head_parts)
     return find_with_strips(problem.kind, device) if problem.in_strips else find(problem.kind, device, chosen)
 
 
@@ -512,45 +565,3 @@ def run_backward(
         return dq, dk, dv
     dq, dk, dv = _find_flat(*options)(dout, q, k, v, out, lse, softmax_scale, dlse, *sides)
     return dq, dk, dv
-
-
-def backward_counter(config: KernelConfig, sums: Tensor) -> Any:
-    """int32 zeros: those of ``tile_counter``, and if dQ is summed in a fixed order those of each query tile."""
-    if not config.ordered and sums.is_cuda:
-        return device_memory.tile_counter(sums.device.index)
-    counts = math.prod(sums.shape[:-2]) * config.counts_per_tile if config.ordered else 0
-    return torch.zeros(SCHEDULER_WORDS + counts, dtype=torch.int32, device=sums.device)
-
-
-def subtract_lse_gradient(delta: Tensor, lse: Tensor, dlse: Tensor) -> None:
-    """Let the gradient of the LSE take part, which is P for the scores of a row: dS = P (dP - delta + dlse).
-
-    delta float32 (batch, heads, padded seqlen_q) is changed; lse and dlse are (batch, heads, seqlen_q). Rows without
-    keys keep their delta of 0 whatever dlse holds.
-    """
-    delta[:, :, : lse.shape[2]] -= dlse.detach().masked_fill(lse == -math.inf, 0.0)
-
-
-def empty_gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """New contiguous tensors of the shapes and dtypes of the inputs, on the current GPU."""
-    make = device_memory.empty_on_gpu
-    return tuple([make(*new_layout(x.shape), x.dtype) for x in inputs])
-
-
-def lse_shape(config: KernelConfig | DqTile, q_shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(batch, heads, seqlen_q rounded up to whole query tiles)."""
-    batch, seqlen, heads, _ = q_shape
-    return batch, heads, -(-seqlen // config.tile_m) * config.tile_m
-
-
-def dq_shape(config: KernelConfig | DqTile, q_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the float32 sums of dQ: (batch, heads, query tiles, parts, words)."""
-    batch, seqlen, heads, _ = q_shape
-    return batch, heads, -(-seqlen // config.tile_m), config.dq_parts, config.dq_words
-
-
-@lru_cache(maxsize=REMEMBERED_CALLS)
-def work_pieces(tile: DqTile, q_shape: tuple[int, ...]) -> Pieces:
-    """LSE in base 2, delta and the sums of dQ, in whole query tiles."""
-    rows = Piece(lse_shape(tile, q_shape))
-    return rows, rows, Piece(dq_shape(tile, q_shape))

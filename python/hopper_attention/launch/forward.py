@@ -56,6 +56,7 @@ from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides, kernel_sides, pr
 from hopper_attention.problem import AttentionProblem
 from hopper_attention.reference.tiled import tiled_forward
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
+from hopper_attention.tile_turns import in_fewer_turns
 from hopper_attention.torch_rules import TorchConfig
 from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
 
@@ -371,6 +372,7 @@ def find_launch(
             config = find_config(problem, q_device, backend)
             assert isinstance(config, ForwardConfig)
             return find_split(config, q_device, (q_shape[3], v_shape[3]), few.splits, sm_margin)
+        problem = in_fewer_turns(problem, q, k, sm_margin)
     return find(problem, q_device, backend, sm_margin, *layout_of(q, k, v))
 
 

@@ -66,7 +66,7 @@ class GradientCall:
         """That of backward passes like the one of ``tensors``, which ``launcher`` served."""
         _, q, k, v, _, _ = tensors
         facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
-        work = launcher.pieces(q.shape)
+        work = launcher.pieces(q.shape, k.shape)
         script = None
         config = launcher.config
         if isinstance(config, BackwardConfig) and not config.ordered:

@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.plan.config import plan_entries, plan_words
+from cute_kernels.plan.config import plan_words
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
 from hopper_attention.backward_rules import are_short, keys_within
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.head_parts import packed_with_head_parts
 from hopper_attention.launch import at_once, backward
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device
 from hopper_attention.launch.gradients_again import ForGradients, GradientOptions, Passes
-from hopper_attention.launch.packed_backward import PackedBackwardLauncher, no_rows, packed_work_pieces
+from hopper_attention.launch.packed_backward import PackedBackwardLauncher, no_rows
 from hopper_attention.launch.packed_forward import OF_KEYS
-from hopper_attention.launch.varlen import find_for_lengths, gradient_problem, is_empty
+from hopper_attention.launch.varlen import find_for_lengths, gradient_problem, is_empty, sizes_of
 from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -54,9 +55,8 @@ class PackedGradientCall:
         _, q, k, v, _, lse = tensors
         config, scale = launcher.config, options.softmax_scale
         facts = tuple(Piece(x.shape, x.dtype).facts for x in (q, k, v))
-        batch, tile = lengths.cu_seqlens_q.shape[0] - 1, launcher.dq_tile
-        tiles = plan_entries(q.shape[0], batch, tile.tile_m)
-        pieces = packed_work_pieces(tile, q.shape[1], tiles, config.clears_ahead)
+        batch = lengths.cu_seqlens_q.shape[0] - 1
+        pieces = launcher.pieces(q.shape, k.shape, batch)
         plan = Piece((plan_words(k.shape[0], batch, config.tile_n),), torch.int32)
         work = *pieces[:3], plan, *pieces[3:]
         script = None
@@ -97,8 +97,10 @@ def _steps(
 ) -> list[Step]:
     """Its launches, of a call that gives ``ForGradients``, dq, dk and dv, work memory, a tile counter and the lengths
     that are different tensors."""
-    dout, q, k, v, out, lse, dq, dk, dv, lse_log2, delta, sums, plan, counter = map(Given, range(14))
-    places = {id(x): Given(14 + i) for i, x in enumerate(lengths.different)}
+    dout, q, k, v, out, lse, dq, dk, dv, lse_log2, delta, sums, plan, *others = map(Given, range(16))
+    *divided, counter = others if config.divides_heads else others[:1]
+    first = counter.number + 1
+    places = {id(x): Given(first + i) for i, x in enumerate(lengths.different)}
     unused = device_memory.no_lengths(tensors.q.device)
     cu_seqlens_q, cu_seqlens_k, used_q, used_k = (unused if x is None else places[id(x)] for x in lengths[:4])
     sequences, scale = lengths.cu_seqlens_q.shape[0], options.softmax_scale
@@ -108,11 +110,12 @@ def _steps(
     no_dlse = no_rows(tensors.lse.shape[0], tensors.lse.device)
     memory = lse_log2, delta, sums
     cleared = counter if config.clears_ahead else None
+    left, of_finish = (divided, (*divided, dk, dv)) if divided else ((dk, dv), ())
     return [
         Step(launcher.planner.kernel, (cu_seqlens_q, cu_seqlens_k, used_q, used_k, plan, *of_plan)),
         Step(launcher.prepare, (out, dout, lse, no_dlse, *memory, plan, sequences, cleared)),
-        Step(launcher.kernel, (q, k, v, dout, *memory, dk, dv, counter, scale, *behind, *launcher.grid)),
-        Step(launcher.finish, (sums, dq, plan, sequences, scale)),
+        Step(launcher.kernel, (q, k, v, dout, *memory, *left, counter, scale, *behind, *launcher.grid)),
+        Step(launcher.finish, (sums, dq, *of_finish, plan, sequences, scale)),
     ]
 
 
@@ -134,7 +137,8 @@ def differentiate_packed_again(
         return None
     different, options = tuple(lengths.different), passes.options
     # Tensors of lengths that were saved may come back as others.
-    kind = torch.are_deterministic_algorithms_enabled(), _bounds(lengths, tensors[1]), lengths.pattern
+    in_order = torch.are_deterministic_algorithms_enabled()
+    kind = in_order, _bounds(tensors, lengths, options, in_order), lengths.pattern
     kept = passes.latest.get(kind)
     if kept is None or not kept.is_like(*tensors, *different):
         kept = remembered.find_kept(_key_of(tensors, lengths, options), *tensors, *different)
@@ -154,9 +158,9 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
         return
     _, causal, backend, deterministic, sides = options
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    keys, _ = _bounds(lengths, q)
+    keys = keys_within(lengths.max_seqlen_k, has_sinks=False)
     problem = gradient_problem(q, v, causal, sides, deterministic, keys)
-    launcher = find_for_lengths(problem, q, lengths, backend)
+    launcher = find_for_lengths(problem, q, k, lengths, sides, backend)
     if isinstance(launcher, PackedBackwardLauncher):
         call = PackedGradientCall.of(launcher, options, tensors, lengths)
         remembered.keep(key, call, *tensors, *lengths.different)
@@ -165,9 +169,19 @@ def remember_packed(tensors: ForGradients, lengths: Lengths, options: GradientOp
 def _key_of(tensors: tuple[Tensor, ...], lengths: Lengths, options: GradientOptions) -> tuple[Any, ...]:
     _, q, k, *_ = tensors
     in_order = torch.are_deterministic_algorithms_enabled()
-    return q.shape, k.shape, options, lengths.pattern, _bounds(lengths, q), in_order
+    bounds = _bounds(tensors, lengths, options, in_order)
+    return q.shape, k.shape, options, lengths.pattern, bounds, in_order
 
 
-def _bounds(lengths: Lengths, q: Tensor) -> tuple[PackedKeys, bool]:
-    """What the bounds of lengths decide on the kernels of a call without sinks."""
-    return keys_within(lengths.max_seqlen_k, has_sinks=False), are_short(lengths[4:], q.shape[2])
+def _bounds(
+    tensors: tuple[Tensor, ...], lengths: Lengths, options: GradientOptions, in_order: bool
+) -> tuple[PackedKeys, bool, int]:
+    """What lengths and their bounds decide on the kernels of a call without sinks."""
+    _, q, k, v, *_ = tensors
+    keys = keys_within(lengths.max_seqlen_k, has_sinks=False)
+    parts = 1
+    if q.shape[1] != k.shape[1]:
+        _, causal, _, deterministic, sides = options
+        problem = gradient_problem(q, v, causal, sides, deterministic or in_order, keys)
+        _, parts = packed_with_head_parts(problem, sizes_of(q, k, lengths), sides)
+    return keys, are_short(lengths[4:], q.shape[2]), parts

@@ -23,6 +23,7 @@ from hopper_attention.checks import TensorSpec
 from hopper_attention.few_packed_queries import find_few_packed
 from hopper_attention.few_queries import FewQueries
 from hopper_attention.forward_rules import ReferenceConfig, packed_problem_of
+from hopper_attention.head_parts import PackedSizes, packed_with_head_parts
 from hopper_attention.launch.backward import find_choice_for
 from hopper_attention.launch.backward import find_config as find_backward_config
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
@@ -34,11 +35,12 @@ from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wid
 from hopper_attention.launch.sdpa import TorchVarlen, TorchVarlenGradient
 from hopper_attention.launch.split_forward import PackedSplitLauncher, find_packed_split
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences, specs_of
-from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
+from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec, Sides
 from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.problem import AttentionProblem, GradientProblem, PackedKeys
 from hopper_attention.reference.varlen import varlen_backward, varlen_forward
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores, check_scores
+from hopper_attention.tile_turns import packed_in_fewer_turns
 from hopper_attention.torch_rules import TorchConfig
 from hopper_attention.value_parts import attend_in_parts, needs_parts, part_widths
 
@@ -198,12 +200,14 @@ def find_varlen(
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def find_varlen_backward(
-    problem: GradientProblem, device: torch.device, backend: str | None
+    problem: GradientProblem, device: torch.device, backend: str | None, head_parts: int = 1
 ) -> VarlenGradientLaunch:
-    """What gives the gradients of packed problems of a kind: a kernel where there is one, else the reference."""
+    """What gives the gradients of packed problems of a kind: a kernel where there is one, else the reference.
+    ``head_parts`` are those of a problem that ``divides_heads``."""
     choice = find_choice_for(problem, device, backend)
     if choice.backend in KERNELS:
-        return make_packed_backward_launcher(find_backward_config(problem, device, choice.backend), device)
+        config = find_backward_config(problem, device, choice.backend)
+        return make_packed_backward_launcher(config, device, head_parts)
     choice.advise("the backward pass of attention")
     if choice.backend == "torch":
         return TorchVarlenGradient(problem.causal)
@@ -281,6 +285,10 @@ def find_for(
         if few.splits > 1:
             return find_split_varlen(*given, mask.causal, *of_kind, few)
         group = few.group
+    elif mask == NO_MASK and is_on_hopper(*given, False, window, *of_kind):
+        q, k, v = specs
+        problem = packed_problem_of(q, v, False, window, scores)
+        group = packed_in_fewer_turns(problem, q, k, lengths, sm_margin).group
     return find_varlen_launch(*given, mask.causal, window, *of_kind, group)
 
 
@@ -390,19 +398,25 @@ def run_varlen_backward(
     keys = backward_rules.keys_within(lengths.max_seqlen_k, scores.sinks is not None)
     kind = scores.kind if given else PLAIN
     problem = gradient_problem(q, v, causal, window, deterministic, keys, kind)
-    launch = find_for_lengths(problem, q, lengths, backend)
+    launch = find_for_lengths(problem, q, k, lengths, window, backend)
     return launch(dout, dlse, q, k, v, out, lse, *lengths, softmax_scale, *window, **given)
 
 
 def find_for_lengths(
-    problem: GradientProblem, q: Tensor, lengths: Lengths, backend: str | None
+    problem: GradientProblem, q: Tensor, k: Tensor, lengths: Lengths, window: Sides, backend: str | None
 ) -> VarlenGradientLaunch:
     """``find_varlen_backward`` of a problem of these tensors, whose sums of dQ are made in a fixed order where that is
-    faster."""
-    in_order = backward_rules.packed_in_faster_order(problem, q.numel(), lengths[4:])
-    if in_order is not problem and find_choice_for(problem, q.device, backend).backend == "hopper":
-        problem = in_order
-    return find_varlen_backward(problem, q.device, backend)
+    faster, and whose query heads are divided where that is."""
+    parts = 1
+    if find_choice_for(problem, q.device, backend).backend == "hopper":
+        problem = backward_rules.packed_in_faster_order(problem, q.numel(), lengths[4:])
+        problem, parts = packed_with_head_parts(problem, sizes_of(q, k, lengths), window)
+    return find_varlen_backward(problem, q.device, backend, parts)
+
+
+def sizes_of(q: Tensor, k: Tensor, lengths: Lengths) -> PackedSizes:
+    """What is known of these lengths on a host."""
+    return PackedSizes(q.shape, k.shape, lengths.cu_seqlens_q.shape[0] - 1, lengths[4:])
 
 
 def gradient_problem(

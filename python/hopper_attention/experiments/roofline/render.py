@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hopper.backward.config import shipped_backward_configs
+from hopper.backward.shipped import shipped_backward_configs
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import FP8_DTYPE
 from hopper.forward.fp8.tilings import shipped_fp8_forward_configs

@@ -26,8 +26,9 @@ from hopper_attention.integrations.jax import ffi, formula
 from hopper_attention.integrations.jax.call import Call, Gradients, Result
 from hopper_attention.integrations.jax.ffi import Launch, Written
 from hopper_attention.integrations.jax.script import COUNTER, Counter
-from hopper_attention.launch.backward import FEWEST_WORDS, dq_shape, kernel_options, lse_shape
+from hopper_attention.launch.backward import kernel_options
 from hopper_attention.launch.base import NO_PAGES, NO_PLAN, NO_SIDES
+from hopper_attention.launch.gradient_memory import FEWEST_WORDS, dq_shape, lse_shape
 from hopper_attention.masks import kernel_sides, present
 from hopper_attention.notices import warn_once
 from hopper_attention.scores import NO_SCORES, Scores
@@ -220,7 +221,7 @@ def _step(name: str, config: backward_rules.KernelConfig, arguments: tuple[Any, 
 
 
 def _counter(config: backward_rules.KernelConfig, rows: tuple[int, ...]) -> Written | Counter:
-    """As ``hopper_attention.launch.backward.backward_counter``."""
+    """As ``hopper_attention.launch.gradient_memory.backward_counter``."""
     if not config.ordered:
         return COUNTER
     counts = math.prod(rows[:2]) * (rows[2] // config.tile_m) * config.counts_per_tile

@@ -15,17 +15,20 @@ from benchmarks import rmse, sanitize, tune
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_configs
 from cute_kernels.ampere.config import select_ampere_forward_config
 from cute_kernels.backward.step import FEW_KEYS
-from hopper.backward.config import BackwardConfig, shipped_backward_configs
+from cute_kernels.problem import VARLEN
+from hopper.backward.config import BackwardConfig
+from hopper.backward.shipped import shipped_backward_configs
 from hopper.config import ForwardConfig, Registers
 from hopper.forward.tilings import select_forward_config, shipped_forward_configs
 from hopper.quantize.config import QuantizeConfig, shipped_quantize_configs
-from hopper_attention import compile_cache, quantize_qkv
+from hopper_attention import backward_rules, compile_cache, quantize_qkv
 from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.rmse.methods import METHODS
 from hopper_attention.experiments.rmse.spec import RmseExperiment
 from hopper_attention.launch import forward
 from hopper_attention.launch.quantize import Outputs, QuantizeLauncher, output_pieces
+from hopper_attention.problem import GradientProblem
 from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.reference.tiled import attention_tiled
 from hopper_attention.reference.tiled_backward import tiled_backward
@@ -270,6 +273,56 @@ def test_the_sanitizer_runs_gradients_of_packed_sequences(
     assert len({config.name for config in configs}) == 2 and all(c.clears_ahead for c in configs)
     verdict = sanitize.run_packed_backward_case(configs[0], "cpu")
     assert verdict.startswith(wrong) and bool(verdict) == bool(wrong)
+
+
+@dataclass(frozen=True)
+class DividedGradients:
+    """A launcher that has the tiled reference for its kernels, of a dense batch or of the first packed sequence."""
+
+    config: BackwardConfig
+    head_parts: int
+    change: Callable[[Tensor], None]
+    grid: tuple[int, ...] = (132,)
+
+    def __call__(self, dout, *given) -> tuple[Tensor, ...]:
+        assert self.grid == ((sanitize.CTAS,) if self.config.is_persistent else ()) and self.head_parts == 2
+        if is_packed := self.config.layout == VARLEN:
+            _, *rows = given[:6]
+            tensors, scale = [x[None] for x in rows], given[12]
+            dout = dout[None]
+        else:
+            *tensors, scale, _ = given
+        options = {"causal": self.config.causal, "softmax_scale": scale}
+        found = tiled_backward(dout, None, *tensors, **options)
+        self.change(found[1])
+        return tuple(x[0] for x in found) if is_packed else found
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"), [(lambda dk: None, ""), (lambda dk: dk[0, 130].zero_(), "error of dk")]
+)
+def test_the_sanitizer_runs_gradients_of_divided_heads(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], None], wrong: str
+) -> None:
+    def find(problem: GradientProblem, device: torch.device, head_parts: int) -> DividedGradients:
+        config = backward_rules.select_for(problem, "hopper", (9, 0))
+        asked.append(config)
+        return DividedGradients(config, head_parts, change)
+
+    def make(config: BackwardConfig, device: torch.device, head_parts: int) -> DividedGradients:
+        asked.append(config)
+        return DividedGradients(config, head_parts, change)
+
+    asked: list[BackwardConfig] = []
+    monkeypatch.setattr(sanitize, "find_divided", find)
+    monkeypatch.setattr(sanitize, "make_packed_backward_launcher", make)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    configs = sanitize.divided_heads_configs()
+    assert len({config.name for config in configs}) == 14 and all(c.divides_heads for c in configs)
+    for config in configs[:7]:
+        verdict = sanitize.run_divided_heads_case(config, "cpu")
+        assert verdict.startswith(wrong) and bool(verdict) == bool(wrong)
+    assert asked == list(configs[:7])
 
 
 @dataclass(frozen=True)

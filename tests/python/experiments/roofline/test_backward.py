@@ -9,7 +9,7 @@ import pytest
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.window import window_of
-from hopper.backward.config import shipped_backward_configs
+from hopper.backward.shipped import shipped_backward_configs
 from hopper_attention.experiments.bench.results import Cell, ForwardReport, Measured, PeerInfo
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.bench.suites import BACKWARD

@@ -1,0 +1,143 @@
+"""Into how many parts a backward kernel divides the query heads that share a head of K and V.
+
+A CTA has a tile of keys and all query heads that share them. Where there are few heads of K and V such tiles leave most
+of a GPU idle, and under a causal mask the longest of them is waited for. With the heads divided there are more tiles,
+which are shorter. Each part leaves dK and dV in float32 then, which are added up, and that takes time as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from cute_kernels.backward.step import MAX_BATCH_OR_HEADS
+from hopper.backward.config import (
+    CLUSTER_CTAS,
+    MAX_HEAD_DIM,
+    PairedBackwardConfig,
+    select_backward_config,
+)
+from hopper_attention.backward_rules import BackwardProblem
+from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.masks import Sides
+from hopper_attention.packing_rules import MULTIPROCESSORS
+from hopper_attention.problem import GradientProblem
+from hopper_attention.scores import PLAIN
+
+ROWS_OF_A_PART = 320
+"""Rows of queries that a key tile could visit in the time in which dK and dV of one are written and added up. Fitted to
+backward passes of 28 sizes in all divisions (`backward_divided_heads.json`)."""
+
+ROWS_OF_A_PAIR = 704
+"""The same of kernels whose CTAs come in pairs; their grid is not persistent either."""
+
+LEAST_GAIN = 0.95
+"""Of the time with fewer parts, above which it is not worth it."""
+
+UNEVEN_IN_TAIL, UNEVEN = 1 / 6, 1 / 2
+"""Of the longest tile's time, by how much CTAs end at different times: where the shortest tiles come last, as under a
+causal mask in any order of sums, and elsewhere."""
+
+TILE = 128
+"""Keys of a tile, of all kernels."""
+
+REMEMBERED_LENGTHS = 1024
+
+
+class Walks(NamedTuple):
+    """Rows of queries of a head that see a key tile: the most, and the mean of all."""
+
+    longest: float
+    mean: float
+
+
+class PackedSizes(NamedTuple):
+    """Of packed sequences: shapes of q and k, how many sequences, and max_seqlen_q and max_seqlen_k."""
+
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    sequences: int
+    bounds: tuple[int, int]
+
+
+def with_head_parts(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
+    """A problem with the number of parts with which it is done first, where scores are plain. ``sides`` are those of
+    its window. For the Hopper kernels."""
+    p, (_, seqlen_q, heads, _), (batch, seqlen_k, kv_heads, _) = problem, problem.q_shape, problem.k_shape
+    if not _may_be_divided(p.kind, heads, kv_heads):
+        return p
+    walks = _walks((seqlen_q, seqlen_k), p.causal, sides)
+    tiles = batch * kv_heads * -(-seqlen_k // TILE)
+    return p._replace(head_parts=_fastest(p.kind, tiles, walks, heads // kv_heads))
+
+
+def packed_with_head_parts(
+    problem: GradientProblem, sizes: PackedSizes, sides: Sides
+) -> tuple[GradientProblem, int]:
+    """The same of packed sequences, and the number of parts."""
+    parts = _packed_parts(problem, sizes, sides)
+    return (replace(problem, divides_heads=True), parts) if parts > 1 else (problem, 1)
+
+
+@lru_cache(maxsize=REMEMBERED_LENGTHS)
+def _packed_parts(problem: GradientProblem, sizes: PackedSizes, sides: Sides) -> int:
+    (total_q, heads, _), (total_k, kv_heads, _), sequences, bounds = sizes
+    if problem.keys == "few" or not _may_be_divided(problem, heads, kv_heads):
+        return 1
+    # Lengths are on the GPU. Between equal lengths and a single long one the mean walk lies anywhere.
+    longest = min(bounds[0], total_q), min(bounds[1], total_k)
+    means = max(total_q // sequences, 1), max(total_k // sequences, 1)
+    of_longest, of_means = (_walks(lengths, problem.causal, sides) for lengths in (longest, means))
+    walks = Walks(of_longest.longest, (of_longest.mean + of_means.mean) / 2)
+    # A sequence ends within a tile, by the mean half of it.
+    tiles = kv_heads * (-(-total_k // TILE) + (sequences - 1) // 2)
+    return _fastest(problem, tiles, walks, heads // kv_heads)
+
+
+def _may_be_divided(problem: GradientProblem, heads: int, kv_heads: int) -> bool:
+    p = problem
+    # The grid of `finish` has all of these. With a chunk some kernels would spill.
+    fits = heads + 2 * kv_heads <= MAX_BATCH_OR_HEADS and max(p.head_dim, p.head_dim_v) <= MAX_HEAD_DIM
+    is_plain = p.scores == PLAIN and p.dtype in DTYPE_NAMES and not (p.one_tile or p.has_chunk)
+    return heads > kv_heads and fits and is_plain
+
+
+def _walks(seqlens: tuple[int, int], causal: bool, sides: Sides) -> Walks:
+    (seqlen_q, seqlen_k), (left, right, _) = seqlens, sides
+    right = 0 if causal else right
+    if left >= 0:
+        longest = min(seqlen_q, left + right + TILE) if right >= 0 else seqlen_q
+        return Walks(longest, longest)
+    if right != 0:
+        return Walks(seqlen_q, seqlen_q)
+    # Of keys and queries that are level with each other half of the pairs are seen.
+    level = min(seqlen_q, seqlen_k)
+    return Walks(seqlen_q, seqlen_q - level * level / (2 * seqlen_k))
+
+
+def _fastest(problem: GradientProblem, tiles: int, walks: Walks, shared: int) -> int:
+    """The number of parts that is done first, of ``shared`` query heads each and so many key tiles of all heads."""
+    dtype = DTYPE_NAMES[problem.dtype]
+    config = select_backward_config(dtype, problem.head_dim, problem.head_dim_v, problem.causal)
+    is_paired = isinstance(config, PairedBackwardConfig)
+    at_once = MULTIPROCESSORS // (CLUSTER_CTAS if is_paired else 1)
+    of_a_part = ROWS_OF_A_PAIR if is_paired else ROWS_OF_A_PART
+    uneven = UNEVEN_IN_TAIL if problem.causal and not problem.deterministic else UNEVEN
+    best, least = 1, _time(tiles, at_once, walks, (shared, 0), uneven)
+    for parts in range(2, shared + 1):
+        if shared % parts == 0:
+            time = _time(tiles * parts, at_once, walks, (shared // parts, of_a_part), uneven)
+            if time < LEAST_GAIN * least:
+                best, least = parts, time
+    return best
+
+
+def _time(tiles: int, at_once: int, walks: Walks, of_a_tile: tuple[int, int], uneven: float) -> float:
+    """Until the last of so many key tiles is done, in rows of queries. ``of_a_tile`` are its heads, and the rows that
+    its part of dK and dV is worth."""
+    heads, of_a_part = of_a_tile
+    longest, mean = (walk * heads + of_a_part for walk in walks)
+    if longest == mean:
+        return -(-tiles // at_once) * longest
+    return max(longest, tiles * mean / at_once + longest * uneven)
