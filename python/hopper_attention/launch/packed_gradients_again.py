@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,17 +13,23 @@ from torch import Tensor
 from cute_kernels.plan.config import plan_words
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
-from hopper_attention.backward_rules import are_short, keys_within
+from hopper_attention.backward_rules import are_short, keys_within, packed_in_faster_order
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces
-from hopper_attention.head_parts import packed_with_head_parts
+from hopper_attention.head_parts import REMEMBERED_LENGTHS, PackedSizes, packed_with_head_parts
 from hopper_attention.launch import at_once, backward
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device
 from hopper_attention.launch.gradients_again import ForGradients, GradientOptions, Passes
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher, no_rows
 from hopper_attention.launch.packed_forward import OF_KEYS
-from hopper_attention.launch.varlen import find_for_lengths, gradient_problem, is_empty, sizes_of
+from hopper_attention.launch.varlen import (
+    find_for_lengths,
+    gradient_kind,
+    gradient_problem,
+    is_empty,
+    sizes_of,
+)
 from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -181,7 +188,22 @@ def _bounds(
     keys = keys_within(lengths.max_seqlen_k, has_sinks=False)
     parts = 1
     if q.shape[1] != k.shape[1]:
-        _, causal, _, deterministic, sides = options
-        problem = gradient_problem(q, v, causal, sides, deterministic or in_order, keys)
-        _, parts = packed_with_head_parts(problem, sizes_of(q, k, lengths), sides)
+        head_dims = q.shape[2], v.shape[2]
+        parts = _head_parts(q.dtype, head_dims, options, in_order, keys, sizes_of(q, k, lengths))
     return keys, are_short(lengths[4:], q.shape[2]), parts
+
+
+@lru_cache(maxsize=REMEMBERED_LENGTHS)
+def _head_parts(
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    options: GradientOptions,
+    in_order: bool,
+    keys: PackedKeys,
+    sizes: PackedSizes,
+) -> int:
+    """Those of ``packed_with_head_parts``, without a problem to be made at each pass."""
+    _, causal, _, deterministic, sides = options
+    problem = gradient_kind(dtype, head_dims, causal, sides, deterministic or in_order, keys)
+    problem = packed_in_faster_order(problem, math.prod(sizes.q_shape), sizes.bounds)
+    return packed_with_head_parts(problem, sizes, sides)[1]

@@ -429,11 +429,23 @@ def gradient_problem(
     scores: ScoreKind = PLAIN,
 ) -> GradientProblem:
     """The kind of a packed problem of these tensors."""
+    return gradient_kind(q.dtype, (q.shape[2], v.shape[2]), causal, window, deterministic, keys, scores)
+
+
+def gradient_kind(
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    causal: bool,
+    window: Sides,
+    deterministic: bool,
+    keys: PackedKeys,
+    scores: ScoreKind = PLAIN,
+) -> GradientProblem:
+    """The same of tensors with this dtype and these head_dims, of q and of v."""
     return GradientProblem(
-        q.dtype,
-        q.dtype,
-        q.shape[2],
-        v.shape[2],
+        dtype,
+        dtype,
+        *head_dims,
         causal,
         has_window=window != FULL_SIDES,
         has_chunk=window[2] > 0,
