@@ -6,8 +6,10 @@ turns; of 4 groups of 2 heads they are 132 tiles. So turns are counted, with til
 (FlashAttention-3 packs the heads of packed sequences always, of dense ones where that fills a tenth more of the rows.)
 
 Under a causal mask turns do not count: tiles of few keys come last, and fill up what those of many leave. Nor do they
-where several CTAs share a multiprocessor, as their tiles are small. Under a window nothing has been timed. Of packed
-sequences only those that are as long as each other can be counted: lengths are not read.
+where several CTAs share a multiprocessor, as their tiles are small. Under a window nothing has been timed.
+
+Packed sequences can be counted where they are as long as each other: lengths are not read. Where their tiles are many,
+causal or not, each sequence has fewer of them that are not full, and heads share what is loaded: nothing is counted.
 """
 
 from __future__ import annotations
@@ -33,6 +35,14 @@ LEAST_GAIN = 1.1
 """Time of tiles of a head over that of tiles of a group, by count, from which on the latter serve. With ``math.inf``
 they never do."""
 
+MANY_TURNS, MOST_OF_MEAN, TIMED_HEAD_DIMS = 2, 4096, (64, 128, 256)
+"""Turns of packed sequences, of tiles of a head, beyond which tiles of a group were never slower: 50 random calls of up
+to 4500 queries a sequence took 1.00 to 0.83 of the time (`forward_turns.json`); and the mean lengths and head_dims for
+which that is known."""
+
+FULL_TILE = 128
+"""Rows of a tile with which these turns were counted, at all head_dims."""
+
 SHORT_TILE = 0.6
 """Time of a tile of which half of the warpgroups have no query, over that of a full one (``few_queries_times``)."""
 
@@ -53,19 +63,28 @@ def packed_in_fewer_turns(
     problem: AttentionProblem, q: TensorSpec, k: TensorSpec, lengths: Lengths, sm_margin: int
 ) -> AttentionProblem:
     """The same of a problem of ``packed_problem_of``."""
-    (total_q, heads, _), (_, kv_heads, _) = q.shape, k.shape
+    (total_q, heads, _), (_, kv_heads, _), batch = q.shape, k.shape, lengths.cu_seqlens_q.shape[0] - 1
     group, seqlen_q = heads // kv_heads, min(lengths.max_seqlen_q, total_q)
-    has_one_length = (lengths.cu_seqlens_q.shape[0] - 1) * seqlen_q == total_q and lengths.seqused_q is None
-    if seqlen_q <= MOST_QUERIES or not (has_one_length and may_have_group(problem, group)):
+    is_known = lengths.seqused_q is None and seqlen_q > MOST_QUERIES
+    if not (is_known and may_have_group(problem, group)):
         return problem
-    grouped, all_heads = replace(problem, group=group), total_q // seqlen_q * heads
-    return grouped if saves_turns(problem, grouped, all_heads, seqlen_q, sm_margin) else problem
+    grouped = replace(problem, group=group)
+    # Of each sequence the last tile is full by half, by the mean.
+    tiles, ctas = heads * (total_q / FULL_TILE + batch / 2), max(MULTIPROCESSORS - sm_margin, 1)
+    is_timed = (
+        total_q <= MOST_OF_MEAN * batch and max(problem.head_dim, problem.head_dim_v) in TIMED_HEAD_DIMS
+    )
+    if is_timed and tiles > MANY_TURNS * ctas:
+        return grouped
+    if problem.causal or batch * seqlen_q != total_q:
+        return problem
+    return grouped if saves_turns(problem, grouped, batch * heads, seqlen_q, sm_margin) else problem
 
 
 def may_have_group(problem: AttentionProblem, group: int) -> bool:
-    """Whether so many heads may be in a tile of a problem whose tiles all visit the same keys."""
+    """Whether so many heads may be in a tile of a problem."""
     p, scores = problem, problem.scores
-    if p.is_empty or p.causal or p.has_window or p.head_dim_v > MAX_HEAD_DIM:
+    if p.is_empty or (p.causal and not p.is_packed) or p.has_window or p.head_dim_v > MAX_HEAD_DIM:
         return False
     # What differs by head, a tile of one head has.
     return group in GROUPS and scores == ScoreKind(has_softcap=scores.has_softcap)

@@ -114,6 +114,24 @@ def test_what_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     tile_turns.saves_turns.cache_clear()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_of_many_tiles(causal: bool) -> None:
+    """More than two turns of tiles of a head, of sequences that are not longer than those that were timed."""
+
+    def group(batch: int, mean: int, heads: tuple[int, int], **given: Any) -> int:
+        tensors = packed((batch, mean), heads, device="meta")
+        bounds = 2 * mean, 2 * mean
+        plan = explain_varlen(*tensors[:5], *bounds, causal=causal, device_capability=(9, 0), **given)
+        assert isinstance(plan.config, ForwardConfig) and plan.config.causal == causal
+        return plan.config.group
+
+    assert group(8, 500, (32, 8)) == 4 and group(16, 4096, (16, 1)) == 16
+    assert group(16, 4097, (16, 1)) == group(8, 500, (32, 32)) == group(8, 500, (24, 8)) == 1
+    # 8 heads of 4 sequences are 8 * (4 * 990 / 128 + 2) tiles, one fewer than two turns of 132.
+    assert group(4, 990, (8, 2)) == 1 and group(4, 990, (8, 2), sm_margin=1) == group(4, 1000, (8, 2)) == 4
+    assert group(2, 2000, (8, 2), window_size=(100, 3)) == 1
+
+
 def test_lengths_that_are_not_known() -> None:
     q, k, v, starts, _, seqlen, _ = packed((2, 1100), (16, 4), device="meta")
     used = torch.empty(2, dtype=torch.int32, device="meta")
@@ -121,10 +139,15 @@ def test_lengths_that_are_not_known() -> None:
         (seqlen, {}, 4),
         (seqlen, {"seqused_k": used}, 4),
         (seqlen, {"seqused_q": used}, 1),
-        (seqlen + 1, {}, 1),
-        (4000, {}, 1),
+        (seqlen + 1, {}, 4),
+        (4000, {}, 4),
     ):
         plan = explain_varlen(q, k, v, starts, starts, longest, longest, **given, device_capability=(9, 0))
+        assert isinstance(plan.config, ForwardConfig) and plan.config.group == group
+    # Of fewer heads tiles are few, and then only one length can be counted.
+    few = packed((2, 1100), (8, 4), device="meta")
+    for longest, group in ((1100, 2), (1101, 1)):
+        plan = explain_varlen(*few[:5], longest, longest, device_capability=(9, 0))
         assert isinstance(plan.config, ForwardConfig) and plan.config.group == group
     # A sequence is as long as the tensor, whatever its bound.
     alone = packed((1, 2098), (8, 4), device="meta")
@@ -169,18 +192,18 @@ def test_packed_calls(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None
     tensors = packed((2, 1100), (16, 4))
     for _ in range(3):
         out = flash_attn_varlen_func(*tensors)
-    # With other bounds nobody knows that sequences have one length.
+    # With other bounds nobody knows that sequences have one length; tiles are many whatever it is.
     for _ in range(3):
         flash_attn_varlen_func(*tensors[:5], 2000, 2000)
     monkeypatch.setattr(api_varlen, "run_varlen", None)
     flash_attn_varlen_func(*tensors)
     flash_attn_varlen_func(*tensors[:5], 2000, 2000)
-    assert [config.group for config, *_ in calls] == [4, 4, 4, 1, 1, 1, 4, 1]
+    assert [config.group for config, *_ in calls] == [4] * 8
     assert all(config.layout == "varlen" for config, *_ in calls) and out.shape == (2200, 16, 128)
 
 
 def test_kernels_of_a_model() -> None:
-    for causal, groups in (((False,), {1, 4}), ((True,), {1})):
+    for causal, groups in (((False,), {1, 4}), ((True,), {1, 4})):
         model = ModelShape(BF16, 32, 8, 128, 128, causal)
         found = [c for c in kernels_of(model, "sm_90a") if type(c) is ForwardConfig and not c.split]
         many = [c for c in found if not c.causal] if causal == (False,) else found

@@ -35,7 +35,7 @@ from hopper_attention.launch.packed_wide import PackedWithoutQv, make_packed_wid
 from hopper_attention.launch.sdpa import TorchVarlen, TorchVarlenGradient
 from hopper_attention.launch.split_forward import PackedSplitLauncher, find_packed_split
 from hopper_attention.lengths import Lengths, check_packed, read_sequences, rows_of_sequences, specs_of
-from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec, Sides
+from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.problem import AttentionProblem, GradientProblem, PackedKeys
 from hopper_attention.reference.varlen import varlen_backward, varlen_forward
@@ -285,9 +285,9 @@ def find_for(
         if few.splits > 1:
             return find_split_varlen(*given, mask.causal, *of_kind, few)
         group = few.group
-    elif mask == NO_MASK and is_on_hopper(*given, False, window, *of_kind):
+    elif not any(window) and is_on_hopper(*given, mask.causal, window, *of_kind):
         q, k, v = specs
-        problem = packed_problem_of(q, v, False, window, scores)
+        problem = packed_problem_of(q, v, mask.causal, window, scores)
         group = packed_in_fewer_turns(problem, q, k, lengths, sm_margin).group
     return find_varlen_launch(*given, mask.causal, window, *of_kind, group)
 
