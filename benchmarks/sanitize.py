@@ -4,13 +4,12 @@
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
 Families are forward, paged, decode, wide, fp8, fp8-two-level, fp8-exact-lse, fp8-runs, quantize, value-mean, backward,
-packed-backward, divided-heads and few-keys, and without WGMMA ampere_forward and ampere_backward.
+packed-backward, divided-heads, few-keys and few-blocks, and without WGMMA ampere_forward and ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
 two heads on one KV head, and where the grid is persistent two CTAs or one for four tiles, so that shared memory is
 reused across tiles. Compile first (``hopper-attention compile``, and again with ``--arch sm_90a``), or the tool watches
-the compiler too. With ``--report-api-errors no`` it leaves out the functions that cuda-python asks the driver for in
-vain.
+the compiler too. With ``--report-api-errors no`` it leaves out what cuda-python asks the driver for in vain.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.few_blocks_case import few_blocks_configs, run_few_blocks_case
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_ampere_backward_configs
 from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
 from cute_kernels.backward.step import FEW_KEYS
@@ -565,6 +565,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
     "packed-backward": (packed_backward_configs, run_packed_backward_case),
     "divided-heads": (divided_heads_configs, run_divided_heads_case),
     "few-keys": (few_keys_configs, run_few_keys_case),
+    "few-blocks": (few_blocks_configs, run_few_blocks_case),
     "ampere_forward": (partial(shipped_ampere_forward_configs, (HOPPER_ARCH,)), run_case),
     "ampere_backward": (partial(shipped_ampere_backward_configs, (HOPPER_ARCH,)), run_backward_case),
 }

@@ -42,6 +42,9 @@ class OnlineSoftmax(LoopInvariant):
         """Called once a tile: what a subclass has to look up for it. ``rows`` are the thread's, clipped to those that
         exist."""
 
+    def enter_first_block(self):
+        """Called once a tile, while the scores of its first block are being computed, before ``enter_block``."""
+
     def enter_block(self, slot: Int32):
         """Called once a key block, while its scores are being computed. ``slot`` is where its scales lie."""
 

@@ -153,7 +153,7 @@ def _dense_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
     """From q to mean_v, of sequences of one length."""
     e4m3, out = DSL_DTYPES[config.dtype], DSL_DTYPES[config.out_dtype]
     codes, step = DSL_DTYPES[config.qk_dtype], TMA_BYTES // config.qk_bytes
-    b, sq, sk, sk_padded, h, hk, groups = (cute.sym_int() for _ in range(7))
+    b, sq, sk, sk_padded, h, hk = (cute.sym_int() for _ in range(6))
     d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
     v_shape = (b, sk, hk, dv) if config.v_rows else (b, hk, dv, sk_padded)
     whole = strided(out, (b, sq, h, dv), 8), strided(Float32, (b, h, cute.sym_int()), 1)
@@ -163,7 +163,7 @@ def _dense_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
         strided(e4m3, v_shape, 16),
         *(_results_in_parts() if config.split else whole),
         words(2),
-        *(_lone_scales(hk) if config.lone_scales else _scales(b, groups if config.group > 1 else h, hk)),
+        *(_lone_scales(hk) if config.lone_scales else _scales(b, h, hk)),
         *_scales_of_outputs(b, hk),
     )
 

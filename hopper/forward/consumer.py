@@ -332,6 +332,7 @@ class Consumer(LoopInvariant):
         if const_expr(self.config.begins_in_turn):
             self.ping_pong.pass_turn()
         self.softmax.take_bias(scores.row_bias(n_block))
+        self.softmax.enter_first_block()
         self.softmax.enter_block(consumer_slot(kv_state))
         kept = scores.kept(n_block)
         warpgroup.wait_group(0)
@@ -468,6 +469,8 @@ class Consumer(LoopInvariant):
         self.ping_pong.take_turn()
         self._start_scores(acc_S, kv_state)
         self.softmax.take_bias(scores.row_bias(n_block))
+        if const_expr(is_first):
+            self.softmax.enter_first_block()
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
         self.ping_pong.pass_turn()

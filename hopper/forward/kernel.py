@@ -476,8 +476,8 @@ class ForwardKernel:
         return Epilogue(store, parts.correction, lane, warp_in_group, recomputes, factors)
 
     def _rows_of(self, row: Int32, place: TilePlace) -> tuple[Int32, ...]:
-        """The thread's rows of a tile, of which ``row`` is the first; behind the last query that one again."""
-        last_row = place.seqlens.seqlen_q - 1
+        """The thread's rows of a tile, of which ``row`` is the first; behind the last of a query that one again."""
+        last_row = place.seqlens.seqlen_q * self.config.group - 1
         return tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
 
     def _blocks_of_warpgroup(self, blocks: KeyBlocks, wg: Int32) -> KeyBlocks:

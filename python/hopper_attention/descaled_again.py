@@ -18,7 +18,6 @@ from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, index
 from hopper_attention.launch.few_fp8 import FewFp8Launcher, find_with_descales
 from hopper_attention.launch.few_queries import FewQueriesLaunch, ReadyFewQueries
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher
-from hopper_attention.launch.split_forward import merge_in_script
 from hopper_attention.layout import TMA_BYTES, make_addressable
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.masks import MaskSpec, Sides
@@ -132,7 +131,7 @@ def remember(q: Tensor, k: Tensor, v: Tensor, descales: Descales, flags: Flags) 
     few = find_with_descales(q, k, v, MaskSpec(causal, *sides), backend, sm_margin, in_e4m3)
     if isinstance(few, FewFp8Launcher):
         if all(make_addressable(x) is x for x in (q, k, v)):
-            call = _call_of(few.attention, tensors, places, sides, wants_lse, (few,))
+            call = _call_of(few.attention, tensors, places, sides, wants_lse, few.group)
             remembered.keep(key, call, *tensors)
         return
     if few is not None:
@@ -188,26 +187,22 @@ def _call_of(
     places: Places,
     sides: Sides,
     wants_lse: bool,
-    few: tuple[FewFp8Launcher, ...] = (),
+    group: int = 1,
 ) -> DescaledCall:
-    """That of calls with tensors like these, of which kernels read the descales at ``places``; ``few`` is empty, or has
-    the launcher of few queries that ``launcher`` is of."""
+    """That of calls with tensors like these, of which kernels read the descales at ``places``; ``group`` heads are in a
+    tile."""
     q, k, v, *descales = tensors
     (batch, seqlen_q, heads, head_dim), kv_heads, device = q.shape, k.shape[2], q.device
     first = FIRST_DESCALE + len(descales)
     before, read, pieces = _steps_before(launcher, q, k, v, first)
-    filled: tuple[Given, Given] = Given(OUT), Given(LSE)
-    behind: list[Step] = []
-    for each in few:
-        filled, behind, of_parts = merge_in_script(
-            each.combine, each.sizes(q), filled, checks.FP8_OUT_DTYPE, wants_lse, first + len(pieces)
-        )
-        pieces = *pieces, *of_parts
+    out = Piece((batch, seqlen_q, heads, launcher.result.head_dim_v), launcher.result.dtype)
+    results = (Given(OUT), Given(LSE)), wants_lse, first + len(pieces)
+    filled, behind = launcher.merge_in_script(out.facts, *results)
+    pieces = *pieces, *launcher.pieces_of(out.shape)
     of_q, of_k, of_v = (scale_at(place, tensors, (batch, kv_heads, 1)) for place in places)
     shared = None
     if launcher.lone_scales:
-        in_tile = few[0].group if few else 1
-        of_q = scale_at(places[0], tensors, (batch, kv_heads, heads // (kv_heads * in_tile)))
+        of_q = scale_at(places[0], tensors, (batch, kv_heads, heads // (kv_heads * group)))
     elif places[0] is None:
         of_q = _ones(batch, heads, device)
     elif heads != kv_heads:
@@ -218,9 +213,8 @@ def _call_of(
     of_call = Given(COUNTER), scales, no_mean, ALL_ROWS, Given(SCALE), sides, ()
     attention = Step(launcher.kernel, launcher.arguments((*read, *filled), *of_call))
     script = at_once.make_script([*before, attention, *behind])
-    out = Piece((batch, seqlen_q, heads, launcher.result.head_dim_v), launcher.result.dtype)
-    results = out.facts, Piece((batch, heads, seqlen_q)).facts, no_lse
-    return DescaledCall(launcher.device_index, script, pieces, shared, *results, head_dim**-0.5)
+    made = out.facts, Piece((batch, heads, seqlen_q)).facts, no_lse
+    return DescaledCall(launcher.device_index, script, pieces, shared, *made, head_dim**-0.5)
 
 
 def _steps_before(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from cute_kernels.problem import DENSE, VARLEN
 from hopper.forward.fp8.tilings import FEW_QUERIES, few_queries_tilings
@@ -95,7 +96,7 @@ def native_size(shape: CacheShape) -> int:
 def usual_cost(shape: CacheShape, mean_k: float) -> float:
     """Of a tile for each head; ``mean_k`` are the keys of a sequence, of which ``shape`` has a bound."""
     times = USUAL_OF_PACKED if shape.is_packed_q else USUAL
-    turns = -(-_tiles(shape, 1, FORWARD_ROWS) // MULTIPROCESSORS)
+    turns = -(-count_tiles(shape, 1, FORWARD_ROWS) // MULTIPROCESSORS)
     columns = times.tile_columns * shape.head_dim / COLUMNS
     keys = max(turns * mean_k, _longest(shape, mean_k))
     return times.start + turns * (times.tile + columns) + keys * USUAL_KEYS[native_size(shape)]
@@ -113,21 +114,52 @@ def swapped_cost(shape: CacheShape, mean_k: float) -> float:
 
 def few_cost(shape: CacheShape, mean_k: float, group: int, splits: int, tile_rows: int) -> float:
     """Of tiles of ``tile_rows`` rows, which are of ``group`` heads, with keys in ``splits`` parts."""
-    times = FEW_PACKED if shape.is_packed_q else FEW
-    native, wide = native_size(shape), shape.head_dim / COLUMNS
-    ctas, key = CTAS[native][tile_rows], KEYS[native][tile_rows]
-    tiles = _tiles(shape, group, tile_rows) * splits
-    of_one = -(-tiles // MULTIPROCESSORS)
-    key *= times.alone if of_one < ctas else 1.0
-    read = times.read * wide * shape.batch * shape.kv_heads * mean_k / MULTIPROCESSORS
-    of_tile = times.tile + wide * times.tile_columns * tile_rows / FORWARD_ROWS
+    native = native_size(shape)
     longest = _longest_part(shape, mean_k, tile_rows, splits)
     mean_part = longest * mean_k / _longest(shape, mean_k)
+    tiles = FewTiles(
+        tile_rows,
+        count_tiles(shape, group, tile_rows) * splits,
+        CTAS[native][tile_rows],
+        KEYS[native][tile_rows],
+        (longest, mean_part),
+        splits,
+    )
+    return cost_of_tiles(FEW_PACKED if shape.is_packed_q else FEW, tiles, shape, mean_k)
+
+
+class FewTiles(NamedTuple):
+    """Tiles of few queries.
+
+    Attributes:
+        rows: of a tile.
+        number: of them, in all parts.
+        ctas: that share a multiprocessor.
+        key: what a multiprocessor takes for a key of a tile.
+        parts: keys of the longest part, and of a part by the mean.
+        splits: parts of a tile's keys.
+    """
+
+    rows: int
+    number: int
+    ctas: int
+    key: float
+    parts: tuple[float, float]
+    splits: int
+
+
+def cost_of_tiles(times: FewTimes, tiles: FewTiles, shape: CacheShape, mean_k: float) -> float:
+    """Of a call with such tiles."""
+    wide, (longest, mean_part) = shape.head_dim / COLUMNS, tiles.parts
+    of_one = -(-tiles.number // MULTIPROCESSORS)
+    key = tiles.key * (times.alone if of_one < tiles.ctas else 1.0)
+    read = times.read * wide * shape.batch * shape.kv_heads * mean_k / MULTIPROCESSORS
+    of_tile = times.tile + wide * times.tile_columns * tiles.rows / FORWARD_ROWS
     of_keys = max(of_one * mean_part * key, longest * key, read)
-    cost = times.start + -(-of_one // ctas) * of_tile + of_keys
-    if splits > 1:
-        columns = splits * shape.heads * shape.total_q * shape.head_dim / 2**20
-        cost += times.merge + times.merge_part * splits + times.merge_column * columns
+    cost = times.start + -(-of_one // tiles.ctas) * of_tile + of_keys
+    if tiles.splits > 1:
+        columns = tiles.splits * shape.heads * shape.total_q * shape.head_dim / 2**20
+        cost += times.merge + times.merge_part * tiles.splits + times.merge_column * columns
     return cost
 
 
@@ -135,12 +167,18 @@ def numbers_of_parts(shape: CacheShape, mean_k: float, group: int, tile_rows: in
     """Those worth trying: one, what fills the multiprocessors in part or several times, what leaves a part few key
     blocks; each is the least whose longest part is as long."""
     slots = MULTIPROCESSORS * CTAS[native_size(shape)][tile_rows]
-    filling, blocks = slots / _tiles(shape, group, tile_rows), _blocks_of_parts(shape, mean_k, tile_rows)
-    most = min(MOST_PARTS, blocks, MOST_SEQUENCES // shape.batch)
+    tiles, blocks = count_tiles(shape, group, tile_rows), _blocks_of_parts(shape, mean_k, tile_rows)
+    return {1, *worthwhile_parts(slots / tiles, blocks, shape.batch)}
+
+
+def worthwhile_parts(filling: float, blocks: int, batch: int) -> set[int]:
+    """The same but one, of tiles of so many key ``blocks``, of which ``filling`` times as many would fill the
+    multiprocessors."""
+    most = min(MOST_PARTS, blocks, MOST_SEQUENCES // batch)
     tried = {int(filling * share) for share in (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)}
     tried |= {-(-blocks // of_a_part) for of_a_part in (1, 2, 3, 4)}
     within = {min(number, most) for number in tried}
-    return {1, *(-(-blocks // -(-blocks // number)) for number in within if number > 1)}
+    return {-(-blocks // -(-blocks // number)) for number in within if number > 1}
 
 
 def _longest(shape: CacheShape, mean_k: float) -> float:
@@ -165,7 +203,7 @@ def _tile_n_of_parts(shape: CacheShape, tile_rows: int) -> int:
     return few_queries_tilings(layout, split=True)[native_size(shape)][tile_rows].tile_n
 
 
-def _tiles(shape: CacheShape, group: int, tile_rows: int) -> int:
+def count_tiles(shape: CacheShape, group: int, tile_rows: int) -> int:
     """Tiles of all sequences, at most."""
     heads, rows = shape.heads // group, shape.seqlen_q * group
     tiles = shape.batch * -(-rows // tile_rows)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.tilings import RUNLESS_KEYS
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.checks import TensorSpec
-from hopper_attention.device_memory import Piece, work_memory
+from hopper_attention.device_memory import Piece, Pieces, work_memory
 from hopper_attention.fp8_call import OUTPUTS, Constants, QuantizeAndAttend
 from hopper_attention.fp8_in_runs import InRunsLauncher
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
@@ -44,16 +45,18 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class AtOnceLauncher(QuantizeAndAttend):
-    """``QuantizeAndAttend`` with what finds the mean of V, ``finder``, if that is subtracted. It is the last piece."""
+    """``QuantizeAndAttend`` with what finds the mean of V, ``finder``, if that is subtracted, which is a piece behind
+    ``Outputs``. ``parts`` are the last pieces, of results in parts, if attention leaves such."""
 
     finder: ValueMeanLauncher | None
+    parts: Pieces = ()
 
     def launch(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, wants_lse: bool, constants: Constants
     ) -> tuple[Tensor, Tensor]:
         extras, ones, mean, no_lse, no_runs = constants
         pieces = work_memory(q.device, self.device_index, self.pieces).arguments
-        parts = pieces[:OUTPUTS]
+        parts, of_parts = pieces[:OUTPUTS], pieces[len(pieces) - len(self.parts) :]
         if self.finder is not None:
             mean = pieces[OUTPUTS]
             self.finder.fill(v, mean)
@@ -61,7 +64,8 @@ class AtOnceLauncher(QuantizeAndAttend):
         self.quantizer.fill(parts, q, k, v, extras)
         out, lse = self.results(wants_lse, no_lse)
         tensors, scales = (*parts[:3], out, lse), (*parts[3:], ones)
-        self.attention.queue(tensors, scales, mean, self.rows_q, softmax_scale, self.window, no_runs)
+        options = self.rows_q, softmax_scale, self.window, no_runs, of_parts
+        self.attention.queue(tensors, scales, mean, *options)
         return out, lse
 
     def steps(self, constants: Constants) -> list[Step]:
@@ -72,12 +76,15 @@ class AtOnceLauncher(QuantizeAndAttend):
             mean = pieces[OUTPUTS]
             before.append(Step(self.finder.kernel, (v, mean)))
             extras = Extras(*extras[:3], mean)
-        tensors, scales = (*parts[:3], out, lse), (*parts[3:], ones)
+        first = 7 + len(self.pieces) - len(self.parts)
+        filled, behind = self.attention.merge_in_script(self.out, (out, lse), False, first)
+        tensors, scales = (*parts[:3], *filled), (*parts[3:], ones)
         of_call = counter, scales, mean, self.rows_q, scale, self.window, no_runs
         return [
             *before,
             Step(self.quantizer.kernel, (q, k, v, *parts, *extras, self.quantizer.num_ctas)),
             Step(self.attention.kernel, self.attention.arguments(tensors, *of_call)),
+            *behind,
         ]
 
 
@@ -122,6 +129,11 @@ def blocks_of_a_mean(attention: Fp8HopperLauncher | Fp8ForwardConfig, quantizati
     same."""
     has_own = attention.note_floats > 0 and quantization.smooth_v
     return attention.mean_blocks if has_own and quantization.block_k == attention.tile_n else 0
+
+
+def loses_means_of_runs(quantization: Fp8Quantization, seqlen_k: int) -> bool:
+    """Whether V may lose a mean for each run of so many keys, which tiles for few queries do not know."""
+    return quantization.smooth_v and seqlen_k > RUNLESS_KEYS
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -171,7 +183,8 @@ def find_at_once(
         without_lse=without_lse,
     )
     strides_8 = (new_layout(shape)[1] for shape in shapes[:2])
-    attention = find_fp8_launch(problem, *strides_8, q.device, backend)
+    may_be_few = not loses_means_of_runs(c, shape.seqlen_k)
+    attention = find_fp8_launch(problem, *strides_8, q.device, backend, may_be_few=may_be_few)
     if not isinstance(attention, Fp8HopperLauncher):
         return None
     rows = shape.batch, shape.heads, shape.seqlen_q
@@ -190,4 +203,6 @@ def find_at_once(
         pieces = *pieces, Piece((shape.batch, shape.kv_heads, shape.head_dim_v))
         mean_finder = value_mean.find_for(v.dtype, shape.batch, shape.kv_heads, shape.head_dim_v, v.device)
     quantizer = find_launch(q.dtype, *head_dims, shape.seqlen_k, c, q.device, exact_lse)
-    return AtOnceLauncher(attention.device_index, quantizer, attention, pieces, *results, mean_finder)
+    parts = attention.pieces_of(out.shape)
+    options = attention.device_index, quantizer, attention, (*pieces, *parts), *results
+    return AtOnceLauncher(*options, mean_finder, parts)

@@ -15,8 +15,10 @@ from hopper_attention.backends import Choice, Target, target_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import Plan, cast_by_autocast, describe_window, imagined_target
 from hopper_attention.features import is_full, is_given, resolve_packed_mask
+from hopper_attention.few_blocks import find_few, kind_of
+from hopper_attention.few_queries import NOT_FEW, FewQueries
 from hopper_attention.forward_rules import Config, ReferenceConfig, select_config
-from hopper_attention.fp8_at_once import blocks_of_a_mean, leaves_work_to_pytorch
+from hopper_attention.fp8_at_once import blocks_of_a_mean, leaves_work_to_pytorch, loses_means_of_runs
 from hopper_attention.fp8_pays import describe_gain
 from hopper_attention.fp8_rules import Fp8Problem
 from hopper_attention.fp8_training import quantizer_of, with_blocks_of_the_tile
@@ -139,12 +141,13 @@ def explain_fp8(
     reason = f"backend is {backend!r}" if is_torch_asked else why_not_fused(*specs, chosen, target)
     config = None
     problem = problem_of(parts, mask.causal, two_level, mask.sides, exact_lse, without_lse)
-    attention = plan_attention(problem, target, backend)
+    is_alone = not (reason or leaves_work_to_pytorch(chosen) or needs_gradient(q, k, v))
+    is_alone = is_alone and is_full(window_size) and not is_given(attention_chunk, 0)
+    may_be_few = not (is_alone and loses_means_of_runs(chosen, k.shape[1]))
+    attention = plan_attention(problem, target, backend, may_be_few)
     attention = replace(attention, notes=attention.notes + describe_window(mask))
     if not reason:
         # Where nobody else reads the codes, the quantizer stores them as the kernel of an exact LSE takes them.
-        is_alone = not (leaves_work_to_pytorch(chosen) or needs_gradient(q, k, v))
-        is_alone = is_alone and is_full(window_size) and not is_given(attention_chunk, 0)
         widens = is_alone and exact_lse and attention.backend == "hopper"
         of_kernel = attention.config
         mean_blocks = 0
@@ -205,20 +208,22 @@ def rows_text(part: QuantizedTensor, what: str) -> str:
     )
 
 
-def plan_attention(problem: Fp8Problem, target: Target, backend: str | None) -> Plan:
-    """Backend and config of the attention on quantized tensors."""
+def plan_attention(problem: Fp8Problem, target: Target, backend: str | None, may_be_few: bool = True) -> Plan:
+    """Backend and config of the attention on quantized tensors; ``may_be_few`` is that of ``find_fp8_launch``."""
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)
     copies: tuple[str, ...] = ()
     if choice.backend == "ampere":
         copies = (f"q, k and v are dequantized to {problem.out_dtype} by PyTorch",)
-    config = config_of(problem, choice, target)
+    few = find_few(problem) if choice.backend == "hopper" and may_be_few else NOT_FEW
+    config = config_of(problem, few, choice, target)
     notes = ((choice.advice,) if choice.advice else ()) + fp8_rules.describe_lse(config)
+    notes += few.notes
     return Plan(choice.backend, config, choice.reason, copies, notes)
 
 
-def config_of(problem: Fp8Problem, choice: Choice, target: Target) -> Config:
+def config_of(problem: Fp8Problem, few: FewQueries, choice: Choice, target: Target) -> Config:
     if choice.backend == "hopper":
-        return fp8_rules.select_config(problem)
+        return fp8_rules.select_for(kind_of(problem, few))
     if choice.backend == "reference":
         return ReferenceConfig(fp8=True)
     p = problem

@@ -11,6 +11,7 @@ import torch
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import check_problem_size
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.few_tilings import select_fp8_few_blocks_config
 from hopper.forward.fp8.tilings import (
     are_few_tiles,
     select_fp8_few_queries_config,
@@ -310,6 +311,10 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     """
     p = problem
     layout = VARLEN if p.is_packed else DENSE
+    if p.tile_rows and not p.v_rows:
+        of_tile = p.group, p.tile_rows, p.split_rows > 0, p.block_k, layout
+        dims, output = (p.head_dim, p.head_dim_v), DTYPE_NAMES[p.out_dtype]
+        return select_fp8_few_blocks_config(dims, p.causal, output, *of_tile)
     if p.tile_rows:
         sizes = p.head_dim, p.head_dim_v, p.causal, DTYPE_NAMES[p.out_dtype]
         return select_fp8_few_queries_config(*sizes, p.group, p.tile_rows, p.split_rows > 0, layout)

@@ -11,7 +11,8 @@ from torch import Tensor
 from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
-from hopper_attention.device_memory import Facts, Piece
+from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.few_blocks import class_of_keys
 from hopper_attention.fp8_rules import block_of
 from hopper_attention.launch import at_once, fp8
 from hopper_attention.launch.at_once import Given, ListedPart, Part, Script, Step
@@ -25,6 +26,9 @@ from hopper_attention.problem import longest_alike
 from hopper_attention.quantized import MEMORY, PartsMemory, QuantizedQKV, TransposedV
 
 Key = tuple[Any, ...]
+
+FIRST_PIECE = 7
+"""Of the arguments of a script, the first of results in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,7 @@ class PartsCall:
     default_scale: float
     has_mean: bool
     has_lone_scale: bool
+    parts: Pieces
 
     @classmethod
     def of(cls, launcher: Fp8HopperLauncher, parts: QuantizedQKV) -> PartsCall:
@@ -59,7 +64,8 @@ class PartsCall:
         lse, scale = Piece((batch, heads, seqlen_q)), head_dim**-0.5
         options = rows_q, scale, parts.mean_v.numel() > 0, launcher.block_k == fp8.ALL_ROWS
         no_runs = tuple(map(kept_argument, fp8.no_runs_of(launcher, batch, device)))
-        return cls(launcher, out.facts, lse.facts, ones, no_mean, no_lse, no_runs, *options)
+        of_parts = launcher.pieces_of(out.shape)
+        return cls(launcher, out.facts, lse.facts, ones, no_mean, no_lse, no_runs, *options, of_parts)
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         """out and lse; an lse that is not wanted has no elements."""
@@ -68,6 +74,11 @@ class PartsCall:
         v_scale, o_scale = v.scale, self.ones
         if self.has_lone_scale:
             v_scale, o_scale = o_scale, v_scale
+        mean = parts.mean_v if self.has_mean else self.no_mean
+        if self.parts:
+            tensors, scales = (q.data, k.data, v.data, out, lse), (q.scale, k.scale, v.scale, self.ones)
+            launcher.queue(tensors, scales, mean, self.rows_q, softmax_scale, FULL_SIDES, ())
+            return out, lse
         # As ``Fp8HopperLauncher.arguments``, without a window.
         launcher.kernel(
             q.data,
@@ -80,7 +91,7 @@ class PartsCall:
             k.scale,
             v_scale,
             o_scale,
-            parts.mean_v if self.has_mean else self.no_mean,
+            mean,
             self.rows_q,
             launcher.block_k,
             softmax_scale,
@@ -105,17 +116,19 @@ class MemoryCall:
     @classmethod
     def of(cls, call: PartsCall, layout: PartsLayout | AnyLengthLayout) -> MemoryCall:
         """What ``call`` is where parts lie like this."""
-        codes, floats, out, lse, counter, scale, listed = map(Given, range(7))
+        codes, floats, out, lse, counter, scale, listed = map(Given, range(FIRST_PIECE))
         places = codes.number, floats.number
         if isinstance(layout, PartsLayout):
             parts: Sequence[Part | ListedPart] = layout.parts(*places)
         else:
             parts = layout.parts(*places, listed.number)
         q, k, v, of_q, of_k, of_v, *means = parts
-        tensors, scales = (q, k, v, out, lse), (of_q, of_k, of_v, call.ones)
+        filled, behind = call.launcher.merge_in_script(call.out, (out, lse), False, FIRST_PIECE)
+        tensors, scales = (q, k, v, *filled), (of_q, of_k, of_v, call.ones)
         mean = means[0] if means else call.no_mean
         of_call = counter, scales, mean, call.rows_q, scale, FULL_SIDES, call.no_runs
-        script = at_once.make_script([Step(call.launcher.kernel, call.launcher.arguments(tensors, *of_call))])
+        attention = Step(call.launcher.kernel, call.launcher.arguments(tensors, *of_call))
+        script = at_once.make_script([attention, *behind])
         results = call.out, call.lse, call.no_lse
         return cls(call, call.launcher, script, *results, call.default_scale)
 
@@ -127,12 +140,14 @@ class MemoryCall:
             return self.made(parts, softmax_scale, wants_lse)
         layout, codes, floats = memory
         out, lse = make(*self.out), make(*self.lse) if wants_lse else self.no_lse
-        counter = device_memory.tile_counter(self.launcher.device_index)
-        if isinstance(layout, LengthLayout):
-            listed, _ = layout.listed.buffer_info()
-            self.script.run(codes, floats, out, lse, counter, softmax_scale, listed)
+        index, of_parts = self.launcher.device_index, self.made.parts
+        counter = device_memory.tile_counter(index)
+        listed = layout.listed.buffer_info()[0] if isinstance(layout, LengthLayout) else 0
+        given = codes, floats, out, lse, counter, softmax_scale, listed
+        if of_parts:
+            self.script.run(*given, *device_memory.stream_memory(index, of_parts).arguments)
         else:
-            self.script.run(codes, floats, out, lse, counter, softmax_scale)
+            self.script.run(*given)
         return out, lse
 
 
@@ -204,12 +219,14 @@ def _find_in_memory(parts: QuantizedQKV, memory: PartsMemory, options: tuple[Any
         # That of any number of keys for which a kernel is chosen alike, but for whether they share a scale.
         kind: PartsLayout | AnyLengthLayout = layout.of_any
         of_any_length: Mapping[int, int] = {0: 0, 1: 0}
-        block = block_of(layout.of_any.one.rows_k, layout.seqlen_k)
+        one = layout.of_any.one
+        block = block_of(one.rows_k, layout.seqlen_k)
     elif isinstance(layout, PartsLayout):
-        kind, of_any_length, block = layout, NO_LENGTHS, layout.rows_k
+        kind, one, of_any_length, block = layout, layout, NO_LENGTHS, layout.rows_k
     else:
         return None
-    key = kind, block, options, tuple(map(type, options))
+    q_shape, *_ = one.offsets[0]
+    key = kind, block, class_of_keys(q_shape, layout.seqlen_k), options, tuple(map(type, options))
     found = in_memory.find(key, codes, floats)
     if found is None:
         call = _find_made(parts.opened(), options)
@@ -271,7 +288,8 @@ def _class_key(parts: QuantizedQKV, seqlen_k: int, options: tuple[Any, ...]) -> 
         return None
     blocks = q.block, block_of(k.block, seqlen_k), block_of(v.block, seqlen_k)
     codes = q.largest, k.largest, parts.dtype, q.data.shape, parts.mean_v.numel()
-    return longest_alike(seqlen_k), *blocks, *codes, options, tuple(map(type, options))
+    longest = longest_alike(seqlen_k), class_of_keys(q.data.shape, seqlen_k)
+    return *longest, *blocks, *codes, options, tuple(map(type, options))
 
 
 def _tensors_of(parts: QuantizedQKV) -> tuple[Tensor, ...]:

@@ -332,12 +332,13 @@ def mean_of(parts: QuantizedQKV) -> Tensor:
 
 
 def add_scales(config: Fp8ForwardConfig, arguments: Arguments, parts: QuantizedQKV) -> None:
-    """Those of Q, which the heads of a tile share, of K, V and the output; the mean of V; rows that share one."""
+    """Those of Q, of which the heads of a tile share lone ones, of K, V and the output; the mean of V; rows that share
+    one."""
     c, q, k, v = config, parts.q, parts.k, parts.v
     v_scales = v.scale, torch.ones(*v.scale.shape[:2], 1)
-    of_q, free = q.scale[:, :: c.group], 2
+    of_q, free = q.scale, 2
     if c.lone_scales:
-        of_q, free = of_q.unflatten(1, (k.scale.shape[1], -1))[..., 0], 3
+        of_q, free = q.scale[:, :: c.group].unflatten(1, (k.scale.shape[1], -1))[..., 0], 3
     of_others = k.scale, *v_scales[:: -1 if v.scale.shape[2] == 1 else 1], mean_of(parts)
     arguments.tensor(of_q.clone(), tuple(of_q.shape), of_q.contiguous().stride()[:free])
     for scale in of_others:

@@ -25,11 +25,12 @@ def rows_of(head_dim: int, causal: bool, seqlen_k: int) -> Fp8ForwardConfig:
     )
 
 
-@pytest.mark.parametrize(("causal", "longest"), [(False, 256), (True, 2560)])
+@pytest.mark.parametrize(("causal", "longest"), [(False, 384), (True, 2560)])
 def test_which_softmax_serves(causal: bool, longest: int) -> None:
     """Each maximum up to so many keys, whose O goes from registers; scores in float16 beyond, whose O is staged."""
     short, long = (rows_of(256, causal, longest + more) for more in (0, 1))
-    assert short.softmax is Softmax.EAGER and short.o_from_registers and short.starts_early
+    assert short.softmax is Softmax.EXACT and short.o_from_registers and short.starts_early
+    assert not short.ping_pong and not short.polynomial_pairs
     assert long.softmax is Softmax.HALF_SCORES and long.lowers_queries and long.o_shares_rows
     assert all(config.has_divisors and config.finalizes_early for config in (short, long))
 

@@ -324,7 +324,7 @@ def test_launchers_that_are_found(kernels: Kernels) -> None:
     tensors = draw(*MANY_KEYS)
     for sm_margin in (0, 12):
         launcher = find_with_descales(*tensors, NO_MASK, "hopper", sm_margin, True)
-        assert isinstance(launcher, FewFp8Launcher) and launcher.group == 4 and launcher.splits > 1
+        assert isinstance(launcher, FewFp8Launcher) and launcher.group == 4 and launcher.attention.splits > 1
         assert launcher.attention.num_ctas in (132 - sm_margin, 2 * (132 - sm_margin))
     with pytest.raises(ValueError, match="sm_margin"):
         find_with_descales(*tensors, NO_MASK, None, 132, True)

@@ -11,6 +11,7 @@ import torch
 
 from hopper.config import validate_forward_config
 from hopper.forward.fp8.config import FP8_KEY_ORDER, Fp8ForwardConfig, Softmax
+from hopper.forward.fp8.few_tilings import select_fp8_few_blocks_config
 from hopper.forward.fp8.tilings import select_fp8_forward_config, shipped_fp8_forward_configs
 from hopper_attention import (
     compile_cache,
@@ -41,10 +42,10 @@ SMOOTH = Fp8Quantization(smooth_v=True)
 
 
 def qkv(
-    seqlen_k: int = 203, head_dim: int = 64, dtype: torch.dtype = torch.float16
+    seqlen_k: int = 203, head_dim: int = 64, dtype: torch.dtype = torch.float16, seqlen_q: int = 113
 ) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    shapes = (2, 113, 4, head_dim), (2, seqlen_k, 2, head_dim), (2, seqlen_k, 2, head_dim)
+    shapes = (2, seqlen_q, 4, head_dim), (2, seqlen_k, 2, head_dim), (2, seqlen_k, 2, head_dim)
     return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
 
 
@@ -151,7 +152,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeKernel, list[Fp8Forward
 
 def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
     kernel, configs = hopper
-    parts = quantize_qkv(*qkv(), quantization=SMOOTH)
+    many = qkv(seqlen_q=300)
+    parts = quantize_qkv(*many, quantization=SMOOTH)
     out, lse = flash_attn_quantized_func(parts, causal=True, return_attn_probs=True, exact_lse=False)
     q, k, vt, _, _, _, q_scale, k_scale, v_scale, o_scale, mean_v, *numbers = kernel.arguments
     assert q is parts.q.data and k is parts.k.data and vt is parts.v.data and vt.shape == (2, 2, 64, 224)
@@ -160,14 +162,20 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
     config = select_fp8_forward_config(64, 64, True, "float16", 203)
     with_lse = select_fp8_forward_config(64, 64, True, "float16", 203, config.tile_n, exact_lse=True)
     assert numbers == [1, config.tile_n, 0.125, 132] and mean_v is parts.mean_v
-    assert out.shape == (2, 113, 4, 64) and lse.shape == (2, 4, 113) and out.dtype == torch.float16
+    assert out.shape == (2, 300, 4, 64) and lse.shape == (2, 4, 300) and out.dtype == torch.float16
     assert configs == [config]
     flash_attn_quantized_func(parts, causal=True)
     assert kernel.arguments[4].shape == (2, 4, 0) and configs == 2 * [config]
     flash_attn_quantized_func(parts, causal=True, exact_lse=True)
     assert all(x.dtype == torch.float16 for x in kernel.arguments[:2])
-    flash_attn_fp8_func(*qkv(), causal=True, quantization=SMOOTH, exact_lse=True)
+    flash_attn_fp8_func(*many, causal=True, quantization=SMOOTH, exact_lse=True)
     assert configs == [*(2 * [config]), with_lse]
+    # Few queries have tiles of their own, but where someone gets the LSE.
+    few = quantize_qkv(*qkv(), quantization=SMOOTH)
+    flash_attn_quantized_func(few, causal=True, return_attn_probs=True, exact_lse=False)
+    assert configs[3:] == [] and kernel.arguments[0] is few.q.data
+    flash_attn_quantized_func(few, causal=True)
+    assert configs[-1] == select_fp8_few_blocks_config((64, 64), True, "float16", 1, 64, False, config.tile_n)
 
 
 def test_the_mean_of_v_is_added_once(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:

@@ -20,6 +20,7 @@ from hopper_attention import (
 )
 from hopper_attention.fp8_at_once import calls_at_once
 from hopper_attention.launch import base, fp8, quantize, value_mean
+from hopper_attention.packing_rules import MOST_QUERIES
 from tests.python.fake_gpu import SMS, forget_launchers, noting, pretend
 
 Seen = list[tuple[object, ...]]
@@ -50,8 +51,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     forget_launchers()
 
 
-def qkv(keys: int = KEYS) -> list[torch.Tensor]:
-    return [torch.zeros(1, n, 2, HEAD_DIM, dtype=torch.bfloat16) for n in (40, keys, keys)]
+def qkv(keys: int = KEYS, queries: int = MOST_QUERIES + 44) -> list[torch.Tensor]:
+    """Of so many queries that no part of a tile's keys is a CTA's."""
+    return [torch.zeros(1, n, 2, HEAD_DIM, dtype=torch.bfloat16) for n in (queries, keys, keys)]
 
 
 def test_each_part_of_a_run_loses_its_mean(seen: Seen) -> None:
@@ -104,6 +106,26 @@ def test_others_lose_one_mean_or_none(seen: Seen, options: dict[str, object]) ->
 def test_fewer_keys_have_no_runs(seen: Seen) -> None:
     flash_attn_fp8_func(*qkv(RUNLESS_KEYS))
     assert not any("runs" in str(name) for name, *_ in seen)
+
+
+def test_few_queries_have_parts_of_keys_unless_these_lose_means(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No part is longer than a sum of P V may be."""
+    monkeypatch.setattr(compile_cache, "get_serving", lambda config: noting(seen, config.name))
+    tensors = qkv(queries=40)
+    for smooth_v in (True, False):
+        c = Fp8Quantization(smooth_v=smooth_v)
+        seen.clear()
+        assert flash_attn_fp8_func(*tensors, quantization=c).shape == tensors[0].shape
+        plan = explain_fp8(*tensors, quantization=c, device_capability=(9, 0))
+        names = [str(name) for name, *_ in seen]
+        assert plan.attention.config.name in names and plan.quantizer_config.name in names
+        assert any("runs" in name for name in names) == smooth_v
+        assert any("combine" in name for name in names) == plan.attention.config.split == (not smooth_v)
+    *_, attention, combine = seen
+    parts, part_lse = attention[4:6]
+    assert combine[1] is parts and combine[2] is part_lse and parts.shape[0] >= KEYS / RUNLESS_KEYS
 
 
 def facts_of(x: object) -> object:

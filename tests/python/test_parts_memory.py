@@ -16,6 +16,7 @@ import torch
 import tvm_ffi
 from torch import Tensor
 
+from cute_kernels.combine.config import CombineConfig
 from hopper_attention import (
     Fp8Quantization,
     compile_cache,
@@ -25,9 +26,11 @@ from hopper_attention import (
     parts_memory,
     quantize_qkv,
 )
+from hopper_attention.few_blocks import class_of_keys
 from hopper_attention.launch import at_once, quantize
 from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch.at_once import Given, ListedPart, Part, Step
+from hopper_attention.problem import longest_alike
 from hopper_attention.quantized import MEMORY, QuantizedQKV
 from tests.python.fake_gpu import forget_launchers, pretend
 
@@ -53,6 +56,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
     pretend(monkeypatch, fp8_launch, quantize)
     monkeypatch.setattr(compile_cache, "get_quantize", lambda config: quantizer)
     monkeypatch.setattr(compile_cache, "get_forward", lambda config: lambda *given: found.append(given))
+    load = compile_cache.get_serving
+
+    def serving(config: Any) -> Any:
+        # What adds up parts of few queries' keys computes nothing either.
+        return (lambda *given: None) if isinstance(config, CombineConfig) else load(config)
+
+    monkeypatch.setattr(compile_cache, "get_serving", serving)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     yield found
     forget_launchers()
@@ -218,16 +228,22 @@ def test_codes_of_a_new_length_that_are_large_do_not_share_memory(monkeypatch: p
     assert_same(large, quantize_qkv(q, *qkv(64)[1:]))
 
 
-@pytest.mark.parametrize(("known", "lengths"), [((33, 34), (35, 60, 1)), ((2100, 2101), (2099, 2049, 2300))])
+@pytest.mark.parametrize("queries", [3, 300])
+@pytest.mark.parametrize(("known", "lengths"), [((33, 34), (35, 60, 64)), ((2100, 2101), (2099, 2049, 2300))])
 def test_attention_reads_parts_of_a_new_length_where_they_lie(
-    seen: list[Any], monkeypatch: pytest.MonkeyPatch, known: tuple[int, ...], lengths: tuple[int, ...]
+    seen: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    known: tuple[int, ...],
+    lengths: tuple[int, ...],
+    queries: int,
 ) -> None:
-    q, options = qkv(3)[0], {"causal": True, "softmax_scale": 0.25}
+    q, options = qkv(queries)[0], {"causal": True, "softmax_scale": 0.25}
     for rows in (*known, known[1] + 1):
         flash_attn_quantized_func(quantize_qkv(q, *qkv(rows)[1:]), **options)
     with monkeypatch.context() as patch:
         patch.setattr(fp8, "attend_and_undo", lambda *given: pytest.fail("found anew"))
-        for rows in lengths:
+        # A single key is of the class of those that many queries attend to.
+        for rows in (*lengths, *((1,) if queries > 256 and known[0] < 64 else ())):
             parts = quantize_qkv(q, *qkv(rows)[1:])
             out = flash_attn_quantized_func(parts, **options)
             assert MEMORY in vars(parts) and out.shape == q.shape
@@ -237,6 +253,31 @@ def test_attention_reads_parts_of_a_new_length_where_they_lie(
                 assert (x.data_ptr(), x.shape, x.stride()) == (y.data_ptr(), y.shape, y.stride())
     # Those of a length that is not alike are served by a kernel of their own.
     assert flash_attn_quantized_func(quantize_qkv(q, *qkv(known[1] + 500)[1:]), **options).shape == q.shape
+
+
+def test_numbers_of_keys_that_few_queries_are_not_alike_for(
+    seen: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they lie in memory like others, but another kernel may serve them."""
+    few, many = ((2, rows, 2, 64) for rows in (3, 300))
+    assert longest_alike(32) == longest_alike(33) and class_of_keys(many, 32) == class_of_keys(many, 33)
+    assert class_of_keys(few, 32) != class_of_keys(few, 33)
+    anew: list[int] = []
+    attend = fp8.attend_and_undo
+
+    def noted(parts: QuantizedQKV, *given: Any) -> Any:
+        anew.append(parts.k.shape[1])
+        return attend(parts, *given)
+
+    monkeypatch.setattr(fp8, "attend_and_undo", noted)
+    for queries, found_anew in ((300, [33, 34]), (3, [33, 34, 32, 31])):
+        q = qkv(queries)[0]
+        anew.clear()
+        for rows in (33, 34, 35, 32, 31, 20):
+            parts = quantize_qkv(q, *qkv(rows)[1:])
+            assert flash_attn_quantized_func(parts).shape == q.shape and seen[-1][1].shape[1] == rows
+        # The second of a class is what later ones are found by.
+        assert anew == found_anew
 
 
 def test_threads_quantize_new_lengths_at_the_same_time() -> None:

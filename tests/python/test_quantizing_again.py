@@ -21,6 +21,7 @@ from hopper_attention import (
 )
 from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch import quantize
+from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.quantized import DEFAULT_QUANTIZATION, E4M3, QuantizedQKV, TransposedV
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.test_calls_again import Seen, draw, facts_of, refuse
@@ -38,6 +39,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     pretend(monkeypatch, quantize, fp8_launch)
     for name in ("get_forward", "get_quantize"):
         monkeypatch.setattr(compile_cache, name, lambda config: lambda *given: found.append(given))
+    # What adds up parts of few queries' keys.
+    monkeypatch.setattr(compile_cache, "get_serving", lambda config: lambda *given: None)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     yield found
     forget_launchers()
@@ -84,10 +87,11 @@ def test_keys_that_are_new_in_number_are_quantized_by_an_earlier_call(
         assert fused_again.quantizing.find(q, k, v, *options) is None
 
 
+@pytest.mark.parametrize("queries", [3, 300])
 def test_parts_with_keys_that_are_new_in_number_are_attended_to_by_an_earlier_call(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, queries: int
 ) -> None:
-    q, options = draw(2, 3, 2, 64), (False, False, False, None, None)
+    q, options = draw(2, queries, 2, 64), (False, False, False, None, None)
 
     def parts_of(rows: int) -> QuantizedQKV:
         return quantize_qkv(q, keys_of(rows), keys_of(rows)).opened()
@@ -100,8 +104,10 @@ def test_parts_with_keys_that_are_new_in_number_are_attended_to_by_an_earlier_ca
         assert given[1].data_ptr() == parts.k.data.data_ptr() and given[2] is parts.v.data
         return [facts_of(x) for x in given]
 
-    # One scale of K and of V, several, and lengths at which another tile begins.
-    for known, lengths in (((33, 34), (60, 1, 35, 64)), ((2100, 2101), (2099, 2048))):
+    # One scale of K and of V, several, and lengths at which another tile begins: of few queries others than of many.
+    of_few = queries <= MOST_QUERIES
+    short, long = ((60, 33, 35, 64), (2099, 2049)) if of_few else ((60, 1, 35, 64), (2099, 2048))
+    for known, lengths in (((33, 34), short), ((2100, 2101), long)):
         wanted = []
         for rows in lengths:
             forget_launchers()
@@ -113,7 +119,7 @@ def test_parts_with_keys_that_are_new_in_number_are_attended_to_by_an_earlier_ca
             patch.setattr(fp8, "attend_and_undo", refuse)
             for _ in range(3):
                 assert [given_for(rows) for rows in lengths] == wanted
-            for rows in (65, 1100):
+            for rows in (65, 1100, *((1, 32, 2048) if of_few else ())):
                 with pytest.raises(AssertionError, match="found anew"):
                     given_for(rows)
     parts = parts_of(2098)

@@ -207,6 +207,7 @@ class HalfScoresConsumer(LaggingConsumer):
         if const_expr(self.config.run_blocks > 0):
             self.output.means.begin_walk(*self._run_of(scores, n_block), n_block)
         self.softmax.start()
+        self.softmax.enter_first_block()
         self.softmax.enter_block(consumer_slot(kv_state))
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(kv_state)

@@ -106,9 +106,10 @@ class TransposingRows(TransposedTma):
         rows_state = pipeline.make_pipeline_state(receiving, V_ROW_STAGES)
         claim_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)
         mail_state = pipeline.make_pipeline_state(receiving, MAILBOX_STAGES)
-        q_phase = Int32(1)
         tile = work.scheduler.first()
         while tile < work.order.num_tiles:
+            # Two stages of the mailbox: their number is 0 and 1 in turns, and kept as it is.
+            q_phase = Int32(1) ^ claim_state.index
             m_block, head, batch = work.order.coordinates(tile)
             head_kv = work.head_kv(head)
             blocks = work.key_blocks(m_block, head, batch)
@@ -139,7 +140,6 @@ class TransposingRows(TransposedTma):
                 transposer.transpose(rows_state, v_state)
                 rows_state.advance()
                 v_state.advance()
-            q_phase ^= 1
             if warp == 0:
                 tile = work.scheduler.claim(claim_state)
             else:

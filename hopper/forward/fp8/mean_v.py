@@ -58,13 +58,15 @@ class MeanOfV(NoCorrection):
     ``vector`` is float32 (batch, kv_heads, head_dim_v), or (batch, kv_heads, 0) to add nothing. A copy of that of a
     tile's head is on its way to ``memory`` (head_dim_v, consumers) while the tile is worked on: in the epilogue nobody
     waits for global memory. Threads from ``first_thread`` on are consumers. With ``has_quads`` columns are in the order
-    of ``pair_of_quads``. What only these two functions need is not kept in registers.
+    of ``pair_of_quads``; with ``is_last`` O goes from registers, so that no barrier of the epilogue follows. What only
+    these two functions need is not kept in registers.
     """
 
     vector: cute.Tensor
     memory: cute.Tensor
     first_thread: int
     has_quads: bool
+    is_last: bool
 
     @cute.jit
     def begin(self, head_kv: Int32, batch: Int32):
@@ -99,8 +101,7 @@ class MeanOfV(NoCorrection):
                     for e in cutlass.range_constexpr(COLUMNS_PER_PAIR):
                         rows[r, (e, j)] = multiply_add(rows[r, (e, j)], inverse_sum[r], pair[e])
             clear_empty_rows(acc, inverse_sum)
-            if const_expr(self.has_quads):
-                # No barrier of the epilogue follows.
+            if const_expr(self.is_last):
                 sync_warpgroup(wg)
         elif const_expr(self.has_quads):
             scale_rows(acc, inverse_sum)

@@ -16,11 +16,18 @@ from hopper.forward.fp8.consumers import HalfScoresConsumer, LaggingConsumer
 from hopper.forward.fp8.lowered_queries import LoweredQueries
 from hopper.forward.fp8.mean_v import MeanOfV, MeansOfRuns
 from hopper.forward.fp8.partial_sums import PartialSumsOutput
-from hopper.forward.fp8.scales import SLOT_FLOATS, SLOTS_PER_STAGE, BlockScales, ScalePublisher
+from hopper.forward.fp8.scales import (
+    SLOT_FLOATS,
+    SLOTS_PER_STAGE,
+    BlockScales,
+    PartScalePublisher,
+    ScalePublisher,
+)
 from hopper.forward.fp8.softmax.any_codes import HalfScoresOfAnyCodes
 from hopper.forward.fp8.softmax.eager import EagerSoftmax
 from hopper.forward.fp8.softmax.exact import ExactSoftmax
 from hopper.forward.fp8.softmax.far import FarHalfScoresSoftmax
+from hopper.forward.fp8.softmax.grouped import GroupedEager
 from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
 from hopper.forward.fp8.softmax.lone import LoneEager, LoneExact, LoneHalfScores, LoneLagging, LoneScales
 from hopper.forward.fp8.staging import Staging
@@ -95,7 +102,7 @@ class BlockScaled(SixteenBits):
         if c.lowers_queries:
             kind, arguments = HalfScoresOfAnyCodes, (*arguments, (self._queries(storage),))
         if not c.lone_scales:
-            return kind(*arguments)
+            return GroupedEager(*arguments, group=c.group) if c.group > 1 else kind(*arguments)
         has_registers = c.head_dim_v <= COLUMNS_WITH_REGISTERS_TO_SPARE
         begins = {"makes_words_once": has_registers, "blocks_a_wary_block": c.blocks_a_wary_block}
         of_half = begins if c.lowers_queries else {}
@@ -118,15 +125,14 @@ class BlockScaled(SixteenBits):
         if self.config.lone_scales:
             return NoScales()
         largest_unit = cute.make_rmem_tensor(1, Float32)
-        return ScalePublisher(
-            scale_log2, BlockScales(*extras), self.config.tile_n, self._slots(storage), largest_unit
-        )
+        kind = PartScalePublisher if self.config.split else ScalePublisher
+        return kind(scale_log2, BlockScales(*extras), self.config.tile_n, self._slots(storage), largest_unit)
 
     def make_correction(self, extras: tuple, storage: Any) -> MeanOfV:
         c, scales = self.config, BlockScales(*extras)
         memory = storage.means.get_tensor(cute.make_layout((self.mean_floats // c.consumers, c.consumers)))
         has_quads = c.v_rows and c.o_from_registers
-        common = scales.mean_v, memory, self._first_consumer, has_quads
+        common = scales.mean_v, memory, self._first_consumer, has_quads, c.o_from_registers
         for runs in scales.runs:
             layout = cute.make_layout((WARPGROUP_ROWS * c.head_dim_v // 2, c.consumers))
             of_output = storage.sO.get_tensor(layout, dtype=Float32)

@@ -92,7 +92,7 @@ class ScalePublisher(NoScales):
     def publish(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, slot: Int32):
         s = self.scales
         entry, first = blocks_of_sequence(seqlens, seqlens.offset_k, s.block_k)
-        block = first + n_block * self.tile_n // s.block_k
+        block = self._block_of_scale(first + n_block * self.tile_n // s.block_k)
         if cute.arch.lane_idx() == 0:
             self.slots[slot, 0] = valid(s.k[entry, head_kv, block]) * self.scale_log2
             least = self.largest_unit[0] * Float32(UNIT_RANGE)
@@ -101,13 +101,30 @@ class ScalePublisher(NoScales):
             self.slots[slot, 1] = unit
         cute.arch.sync_warp()
 
+    def _block_of_scale(self, block: Int32) -> Int32:
+        """Which the scales of ``block`` are read of."""
+        return block
+
+
+@dataclass(frozen=True)
+class PartScalePublisher(ScalePublisher):
+    """``ScalePublisher`` of dense tiles in parts. One without keys visits a block behind all (``SplitRange``), which
+    has no scales: those of the last will do."""
+
+    def _block_of_scale(self, block: Int32) -> Int32:
+        return minimum(block, Int32(self.scales.k.shape[2]) - 1)
+
 
 @cute.jit
-def scale_of_sequence(scales: cute.Tensor, sequence: Int32, head_kv: Int32, place: Int32) -> Float32:
-    """With ``lone_scales``: 1 behind the last sequence."""
-    last = Int32(scales.shape[0]) - 1
-    scale = scales[minimum(sequence, last), head_kv, place]
-    return scale if sequence <= last else Float32(1.0)
+def ask_for_scale(scales: cute.Tensor, sequence: Int32, head_kv: Int32, place: Int32) -> Float32:
+    """With ``lone_scales``: what ``scale_of_sequence`` makes the scale of."""
+    return scales[minimum(sequence, Int32(scales.shape[0]) - 1), head_kv, place]
+
+
+@cute.jit
+def scale_of_sequence(asked: Float32, scales: cute.Tensor, sequence: Int32) -> Float32:
+    """1 behind the last sequence."""
+    return asked if sequence < Int32(scales.shape[0]) else Float32(1.0)
 
 
 @cute.jit

@@ -25,6 +25,9 @@ ONE_CONSUMER_TRANSPOSING = Registers(consumer=192, producer=64)
 LONE_CONSUMER_TRANSPOSING = Registers(consumer=256, producer=56)
 
 exact = partial(tiling, late_rescale=True)
+in_order = partial(exact, ping_pong=False)
+"""Each maximum, with the least instructions: what two warpgroups gain by ``eager`` they lose at head_dim 256 with V in
+rows (`fp8_rows_of_256.json`)."""
 eager = partial(exact, softmax=Softmax.EAGER, ping_pong=False)
 lagging = partial(exact, softmax=Softmax.LAGGING, ping_pong=False, polynomial_pairs=3)
 half_scores = partial(exact, softmax=Softmax.HALF_SCORES, ping_pong=False, polynomial_pairs=5)
@@ -46,9 +49,15 @@ def rows(tile_m: int, *tiles: Any, **fields: Any) -> Tiling:
 
 
 def wide_rows(kind: Callable[..., Tiling], *tiles: Any, **fields: Any) -> Tiling:
-    """``eager`` or ``half_scores`` for V in rows. If O has no place of its own it goes from registers with ``eager``,
-    and else by way of the place where rows of V have waited."""
+    """``in_order``, ``eager`` or ``half_scores`` for V in rows. If O has no place of its own it goes from registers,
+    and with ``half_scores`` by way of the place where rows of V have waited."""
     return kind(*tiles, v_rows=True, **fields)
+
+
+def _takes_maxima(tiling: Tiling) -> bool:
+    """Whether a tiling of ``wide_rows`` is not of ``half_scores``."""
+    fields = dict(tiling.fields)
+    return fields.get("ping_pong") is False and fields.get("softmax") is not Softmax.HALF_SCORES
 
 
 FEW_KEYS = {
@@ -201,12 +210,12 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         *FP8_ROW_TILINGS[128],
     ),
     (256, False): (
-        wide_rows(eager, 128, 128, 2, max_seqlen_k=256),
+        wide_rows(in_order, 128, 128, 2, max_seqlen_k=384),
         wide_rows(half_scores, 128, 128, 2, polynomial_pairs=2, registers=TWO_CONSUMERS_OF_WIDE_ROWS),
         *FP8_ROW_TILINGS[256],
     ),
     (256, True): (
-        wide_rows(eager, 128, 128, 2, max_seqlen_k=2560),
+        wide_rows(in_order, 128, 128, 2, max_seqlen_k=2560),
         wide_rows(half_scores, 128, 128, 2, polynomial_pairs=1, registers=TWO_CONSUMERS_OF_WIDE_ROWS),
         *FP8_ROW_TILINGS[256],
     ),
@@ -298,9 +307,13 @@ EXACT_TWO_LEVEL_KEYS = 128
 values around 1, blocks of 192 keys lose 17 % more than the emulation, of 96 keys 4 (`fp8_exact_two_level.json`)."""
 
 FP8_PACKED_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = FP8_HALF_ROW_TILINGS | {
-    (MAX_HEAD_DIM, causal): FP8_HALF_ROW_TILINGS[MAX_HEAD_DIM, causal][1:] for causal in (False, True)
+    (MAX_HEAD_DIM, causal): tuple(
+        tiling for tiling in FP8_HALF_ROW_TILINGS[MAX_HEAD_DIM, causal] if not _takes_maxima(tiling)
+    )
+    for causal in (False, True)
 }
-"""``FP8_HALF_ROW_TILINGS`` for packed sequences, which leave ``eager`` no registers for 128 keys at head_dim 256."""
+"""``FP8_HALF_ROW_TILINGS`` for packed sequences, which leave no registers for 128 keys at head_dim 256 where each block
+takes its maximum."""
 
 FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
 """By head_dim: queries of a key/value head up to which a kernel that transposes V on its way is faster than the one of
@@ -412,10 +425,10 @@ def select_fp8_forward_config(
         is_in_runs = half_scores and not window and seqlen_k > RUNLESS_KEYS
         table = FEW_ROWS if v_rows else FEW_TILES_IN_RUNS if is_in_runs else FEW_KEYS
         chosen = _in_lower_tiles(chosen, table.get(size), block_k)
-    if native == BETWEEN and v_rows and dict(chosen.fields).get("softmax") is Softmax.EAGER:
+    if native == BETWEEN and v_rows and _takes_maxima(chosen):
         # O goes from registers where it has no place of its own, which is faster.
         native = native_size(MAX_HEAD_DIM)
-    config = _build(chosen, native, causal, output)
+    config = build(chosen, native, causal, output)
     lowers = config.softmax is Softmax.HALF_SCORES and (v_rows or not half_scores)
     config = replace(config, window=window, layout=layout, chunk=chunk, lowers_queries=lowers)
     config = with_used_columns(config, head_dim, head_dim_v)
@@ -441,7 +454,7 @@ def select_fp8_few_queries_config(
     """
     native = native_size(max(head_dim, head_dim_v))
     tiles = few_queries_tilings(layout, split)[native.tiles]
-    built = replace(_build(tiles[tile_rows], native, causal, output), layout=layout)
+    built = replace(build(tiles[tile_rows], native, causal, output), layout=layout)
     config = replace(with_lone_scales(built), group=group, split=split)
     config = with_used_columns(config, head_dim, head_dim_v)
     validate_forward_config(config)
@@ -501,7 +514,7 @@ def _fp8_tilings(
     return special.get((head_dim, causal), usual)
 
 
-def _build(tiling: Tiling, native: Native, causal: bool, output: str) -> Fp8ForwardConfig:
+def build(tiling: Tiling, native: Native, causal: bool, output: str) -> Fp8ForwardConfig:
     tiling = fitted(tiling, native)
     dims = {"head_dim": native.head_dim, "head_dim_v": native.head_dim_v}
     return tiling.build(Fp8ForwardConfig, dtype=FP8_DTYPE, causal=causal, output=output, **dims)
@@ -516,7 +529,7 @@ def _with_any_codes(config: Fp8ForwardConfig) -> tuple[Fp8ForwardConfig, ...]:
 def shipped_exact_lse_configs() -> tuple[Fp8ForwardConfig, ...]:
     """Every config that ``select_fp8_forward_config`` can return with ``exact_lse``."""
     return tuple(
-        _build(tiling, native_size(head_dim), causal, output)
+        build(tiling, native_size(head_dim), causal, output)
         for output in DTYPES
         for head_dim, tilings in FP8_EXACT_LSE_TILINGS.items()
         for tiling in tilings
@@ -533,7 +546,7 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
         for head_dim, causal in FP8_TILINGS
         # Which has all tilings of scores in float32 too.
         for tiling in _fp8_tilings(head_dim, causal, False, two_level, True, without_lse=True)
-        for config in _with_any_codes(_build(tiling, native_size(head_dim), causal, output))
+        for config in _with_any_codes(build(tiling, native_size(head_dim), causal, output))
     )
     # FP8 tensors with descales, which are what comes in rows, give bfloat16.
     lone = tuple(with_lone_scales(config) for config in transposed if config.output == "bfloat16")
@@ -542,6 +555,6 @@ def shipped_fp8_forward_configs(two_level: bool = False) -> tuple[Fp8ForwardConf
         for head_dim, causal in FP8_HALF_ROW_TILINGS
         # Which has those of calls with the LSE too.
         for tiling in _fp8_tilings(head_dim, causal, True, two_level, False, without_lse=True)
-        for config in (_build(tiling, native_size(head_dim), causal, "bfloat16"),)
+        for config in (build(tiling, native_size(head_dim), causal, "bfloat16"),)
     )
     return tuple(dict.fromkeys(transposed + lone + rows))

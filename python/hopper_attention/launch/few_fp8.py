@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hopper_attention import device_memory, few_queries
-from hopper_attention._kernels import Kernel
 from hopper_attention.backends import target_of, why_not_hopper
 from hopper_attention.checks import TensorSpec
 from hopper_attention.few_queries import FewQueries
@@ -16,7 +15,6 @@ from hopper_attention.fp8_rules import check_size
 from hopper_attention.launch.base import Launcher, no_vectors
 from hopper_attention.launch.few_queries import NO_DESCALES, Descales, FewQueriesLaunch
 from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find, find_config
-from hopper_attention.launch.split_forward import SplitSizes, find_combine
 from hopper_attention.layout import make_addressable
 from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.scores import PLAIN
@@ -25,12 +23,10 @@ from hopper_attention.scores import PLAIN
 @dataclass(frozen=True)
 class FewFp8Launcher(Launcher):
     """``attention`` of dense e4m3 tensors with a descale for each K/V head, without a window. ``group`` heads are in a
-    tile, which has one scale then; ``combine`` is empty, or what adds ``splits`` parts up."""
+    tile, which has one scale then."""
 
     attention: Fp8HopperLauncher
     group: int
-    splits: int
-    combine: tuple[Kernel, ...]
 
     def __call__(
         self,
@@ -53,20 +49,8 @@ class FewFp8Launcher(Launcher):
         out = result.empty_out(q)
         lse = result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
         scales, no_mean = (of_q, of_k, of_v, ones), no_vectors(batch, kv_heads, device)
-        given = scales, no_mean, ALL_ROWS, softmax_scale, FULL_SIDES
-        if not self.combine:
-            self.attention.queue((q, k, v, out, lse), *given)
-        for combine in self.combine:
-            sizes = self.sizes(q)
-            parts, part_lse, no_lse = device_memory.stream_memory(self.device_index, sizes.parts).tensors
-            self.attention.queue((q, k, v, parts, part_lse), *given)
-            combine(parts, part_lse, out, lse.as_strided(*sizes.lse[:2]) if wants_lse else no_lse)
+        self.attention.queue((q, k, v, out, lse), scales, no_mean, ALL_ROWS, softmax_scale, FULL_SIDES)
         return out, lse
-
-    def sizes(self, q: Tensor) -> SplitSizes:
-        """Of its parts."""
-        batch, seqlen_q, heads, _ = q.shape
-        return SplitSizes(self.splits, batch, seqlen_q, heads, self.attention.result.head_dim_v)
 
 
 def find_with_descales(
@@ -101,6 +85,5 @@ def find_few_fp8(
     problem = few.e4m3_problem((q.shape[3], v.shape[3]), causal, is_packed=False)
     config = find_config(problem)
     check_size(config, q.shape, k.shape)
-    attention = find(problem, q.device, sm_margin, ())
-    combine = find_combine(config.out_dtype, few.splits)
-    return FewFp8Launcher(attention.device_index, attention, few.group, few.splits, combine)
+    attention = find(problem, q.device, sm_margin, (), few.splits)
+    return FewFp8Launcher(attention.device_index, attention, few.group)

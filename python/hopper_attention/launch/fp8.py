@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from hopper.forward.fp8.tilings import scores_fit_half
-from hopper_attention import compile_cache, device_memory
+from hopper_attention import compile_cache, device_memory, few_blocks
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import Choice, target_of
 from hopper_attention.checks import FP8_DTYPE, TensorSpec
+from hopper_attention.device_memory import Facts, Pieces
+from hopper_attention.few_queries import NOT_FEW
 from hopper_attention.fp8_rules import Fp8Problem, block_of, check_size, choose_for, select_for
+from hopper_attention.launch.at_once import Given, Step
 from hopper_attention.launch.base import (
     NO_PLAN,
     NO_SIDES,
@@ -32,6 +35,7 @@ from hopper_attention.launch.base import (
     no_vectors,
 )
 from hopper_attention.launch.forward import run_forward
+from hopper_attention.launch.split_forward import SplitSizes, find_combine, merge_in_script
 from hopper_attention.launch.transpose import transpose_values
 from hopper_attention.launch.widen import widened
 from hopper_attention.layout import (
@@ -130,9 +134,9 @@ class Fp8HopperLauncher(Launcher):
 
     ``repairs`` is empty, or what q and k each need before the kernel can address them. ``block_k`` are the keys that
     share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows, ``has_window`` that it takes the
-    sides of a window, ``leaves_parts`` that it leaves partial results (``few_fp8``), ``widens`` that it takes Q and K
-    as ``widened`` makes them, ``lone_scales`` that it takes a scale for each head of Q, K and V. ``note_floats``,
-    ``mean_blocks`` and ``tile_n`` are those of its config.
+    sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them, ``lone_scales`` that it takes a scale
+    for each head of Q, K and V. ``note_floats``, ``mean_blocks`` and ``tile_n`` are those of its config. ``combine`` is
+    empty, or what adds up the ``splits`` parts of results that the kernel leaves then.
     """
 
     kernel: Kernel
@@ -143,12 +147,13 @@ class Fp8HopperLauncher(Launcher):
     block_k: int
     transposes: bool
     has_window: bool = False
-    leaves_parts: bool = False
     widens: bool = False
     lone_scales: bool = False
     note_floats: int = 0
     mean_blocks: int = 0
     tile_n: int = 0
+    splits: int = 1
+    combine: tuple[Kernel, ...] = ()
 
     def __call__(
         self,
@@ -192,14 +197,38 @@ class Fp8HopperLauncher(Launcher):
         softmax_scale: float,
         window: Sides,
         of_runs: tuple[Any, ...] | None = None,
+        of_parts: tuple[Any, ...] = (),
     ) -> None:
         """Queue the kernel on q, k, v, out and lse, with the scales of the first three, ``unit_scales`` and the mean of
         V, all as it reads them. ``rows_q`` rows of Q share a scale. Where V has lost means of runs, ``of_runs`` are
-        their differences and changes (``RunMeans``), and room for ``notes_of`` these; else ``no_runs_of`` the call."""
+        their differences and changes (``RunMeans``), and room for ``notes_of`` these; else ``no_runs_of`` the call.
+        Memory ``of_parts``, ``pieces_of`` out, is the stream's if none is given; lse may have no rows there."""
         counter = device_memory.tile_counter(self.device_index)
         if of_runs is None:
             of_runs = no_runs_of(self, tensors[0].shape[0], tensors[0].device)
-        self.kernel(*self.arguments(tensors, counter, scales, mean, rows_q, softmax_scale, window, of_runs))
+        of_call = counter, scales, mean, rows_q, softmax_scale, window, of_runs
+        if not self.combine:
+            self.kernel(*self.arguments(tensors, *of_call))
+        for combine in self.combine:
+            *inputs, out, lse = tensors
+            sizes = SplitSizes(self.splits, *out.shape)
+            memory = of_parts or device_memory.stream_memory(self.device_index, sizes.parts).tensors
+            parts, part_lse, no_lse = memory
+            self.kernel(*self.arguments((*inputs, parts, part_lse), *of_call))
+            combine(parts, part_lse, out, lse.as_strided(*sizes.lse[:2]) if lse.numel() else no_lse)
+
+    def pieces_of(self, out_shape: tuple[int, ...]) -> Pieces:
+        """Of parts of results of this shape, if the kernel leaves such."""
+        return SplitSizes(self.splits, *out_shape).parts if self.combine else ()
+
+    def merge_in_script(
+        self, out: Facts, results: tuple[Given, Given], wants_lse: bool, first: int
+    ) -> tuple[tuple[Given, Given], list[Step]]:
+        """What the kernel fills in a script whose ``results`` are out, like this one, and lse, and the launches behind
+        it; ``pieces_of`` out are arguments from ``first`` on."""
+        shape, _, dtype = out
+        sizes = SplitSizes(self.splits, *shape)
+        return merge_in_script(self.combine, sizes, results, dtype, wants_lse, first)[:2]
 
     def notes_of(self, runs: int) -> tuple[int, int, int]:
         """The shape of what the kernel notes where V has lost so many means of runs."""
@@ -233,7 +262,7 @@ class Fp8HopperLauncher(Launcher):
             self.block_k,
             softmax_scale,
             *((*kernel_sides(*window), *NO_PLAN) if self.has_window else ()),
-            *((*NO_SIDES, *NO_PLAN) if self.leaves_parts else ()),
+            *((*NO_SIDES, *NO_PLAN) if self.combine else ()),
             *of_runs,
             self.num_ctas,
         )
@@ -447,8 +476,9 @@ def find_fp8_launch(
     device: torch.device,
     backend: str | None,
     sm_margin: int = 0,
+    may_be_few: bool = True,
 ) -> Fp8Launch:
-    """What serves a problem, checked.
+    """What serves a problem, checked; ``may_be_few`` says whether tiles for few queries may.
 
     Raises:
         ValueError: the shapes do not fit together, ``backend`` cannot run the problem, or ``sm_margin`` leaves the
@@ -465,10 +495,12 @@ def find_fp8_launch(
         return DequantizedLaunch(p.causal, choice.backend, sm_margin)
     if kind.is_empty:
         return NoScoresLaunch(ResultSpec(p.out_dtype, kind.head_dim_v))
+    few = few_blocks.find_few(p) if may_be_few else NOT_FEW
+    kind = few_blocks.kind_of(p, few)
     check_size(find_config(kind), p.q_shape, p.k_shape)
     q = TensorSpec(p.q_shape, q_strides, FP8_DTYPE, device)
     k = TensorSpec(p.k_shape, k_strides, FP8_DTYPE, device)
-    return find(kind, device, sm_margin, repairs_for(q, k))
+    return find(kind, device, sm_margin, repairs_for(q, k), few.splits)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -486,11 +518,15 @@ find_config = lru_cache(maxsize=REMEMBERED_LAUNCHERS)(select_for)
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def find(
-    problem: Fp8AttentionProblem, device: torch.device, sm_margin: int, repairs: tuple[Repair, ...]
+    problem: Fp8AttentionProblem,
+    device: torch.device,
+    sm_margin: int,
+    repairs: tuple[Repair, ...],
+    splits: int = 1,
 ) -> Fp8HopperLauncher:
     """The launcher of problems of a kind that the FP8 kernel serves; compiles or loads it the first time.
 
-    ``repairs`` are those of ``Fp8HopperLauncher``.
+    ``repairs`` and ``splits`` are those of ``Fp8HopperLauncher``.
 
     Raises:
         ValueError: ``sm_margin`` leaves no multiprocessor.
@@ -507,10 +543,11 @@ def find(
         block_k=problem.block_k or ALL_ROWS,
         transposes=config.v_rows,
         has_window=config.window,
-        leaves_parts=config.split,
         widens=config.wide_codes,
         lone_scales=config.lone_scales,
         note_floats=config.note_floats,
         mean_blocks=config.mean_blocks,
         tile_n=config.tile_n,
+        splits=splits,
+        combine=find_combine(config.out_dtype, splits),
     )

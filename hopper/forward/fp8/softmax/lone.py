@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from cute_kernels.fragments import ROWS_PER_THREAD
 from cute_kernels.seqlen import SeqlenInfo
-from hopper.forward.fp8.scales import scale_of_sequence, valid
+from hopper.forward.fp8.scales import ask_for_scale, scale_of_sequence, valid
 from hopper.forward.fp8.softmax.any_codes import HalfScoresOfAnyCodes
 from hopper.forward.fp8.softmax.eager import EagerSoftmax
 from hopper.forward.fp8.softmax.exact import ExactSoftmax
@@ -14,30 +16,43 @@ from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
 
 
 class LoneScales:
-    """Of a subclass of ``ExactSoftmax``: reads the scales of K, V and the output as a tile begins, while its first
-    block is on its way. So no block waits for them, nor for the producer that would publish them.
+    """Of a subclass of ``ExactSoftmax``: asks for the scales of K, V and the output as a tile begins, and takes them
+    under its first Q K^T. So no block waits for them, nor for the producer that would publish them.
 
-    ``head_scales`` are those of K and of V; all are as ``BlockScales`` has them then. ``tile_scale`` has all that
-    scores are multiplied with. What O is a multiple of never changes; ``unit`` has it times the factor of the output.
+    ``head_scales`` are those of K and of V; all are as ``BlockScales`` has them then. ``asked`` are they and those of Q
+    and the output, of tile ``sequence``. ``tile_scale`` has all that scores are multiplied with. What O is a multiple
+    of never changes; ``unit`` has it times the factor of the output.
     """
 
     def __init__(self, *arguments: Any, head_scales: tuple, **more: Any):
         super().__init__(*arguments, **more)
-        self.k_scale, self.v_scale = head_scales
+        self.scales_of_head = *head_scales, self.q_scale, self.o_scale
+        self.asked = cute.make_rmem_tensor(len(self.scales_of_head), Float32)
+        self.sequence = cute.make_rmem_tensor(1, Int32)
 
     @cute.jit
     def enter_head(self, head: Int32, head_kv: Int32, sequence: Int32):
-        """Called behind ``enter_tile``."""
+        """Called behind ``enter_tile``. What global memory answers is not looked at yet."""
         of_q = head - head_kv * Int32(self.q_scale.shape[2])
-        scale_k = valid(scale_of_sequence(self.k_scale, sequence, head_kv, Int32(0))) * self.scale_log2
-        scale = scale_of_sequence(self.q_scale, sequence, head_kv, of_q) * scale_k
-        self.tile_scale.fill(scale)
+        places = Int32(0), Int32(0), of_q, Int32(0)
+        for i in cutlass.range_constexpr(len(places)):
+            self.asked[i] = ask_for_scale(self.scales_of_head[i], sequence, head_kv, places[i])
+        self.sequence[0] = sequence
+        self.tile_scale.fill(1.0)
+
+    @cute.jit
+    def enter_first_block(self):
+        of_k, of_v, of_q, of_o = (
+            scale_of_sequence(self.asked[i], self.scales_of_head[i], self.sequence[0]) for i in range(4)
+        )
+        scale = of_q * (valid(of_k) * self.scale_log2)
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.tile_scale[r] = self.tile_scale[r] * scale
         self._take_scale(Float32(1.0))
-        of_v, of_o = (scale_of_sequence(x, sequence, head_kv, Int32(0)) for x in (self.v_scale, self.o_scale))
         self.unit[0] = valid(of_v) * of_o
 
     def _find_tile_scale(self, rows: tuple, head: Int32, seqlens: SeqlenInfo):
-        """``enter_head`` does."""
+        """``enter_first_block`` does."""
 
     def _find_scales(self, slot: Int32):
         """They are known."""
@@ -90,8 +105,8 @@ class LoneHalfScores(LoneStale, HalfScoresOfAnyCodes):
         self.blocks_a_wary_block = blocks_a_wary_block
 
     @cute.jit
-    def lower_queries(self):
-        HalfScoresOfAnyCodes.lower_queries(self)
+    def enter_first_block(self):
+        LoneStale.enter_first_block(self)
         if const_expr(self.makes_words_once):
             self._make_words()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import rmse, sanitize, tune
+from benchmarks import few_blocks_case, rmse, sanitize, tune
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_configs
 from cute_kernels.ampere.config import select_ampere_forward_config
 from cute_kernels.backward.step import FEW_KEYS
@@ -26,13 +26,14 @@ from hopper_attention.experiments.bench import peers as bench_peers
 from hopper_attention.experiments.bench.spec import Problem
 from hopper_attention.experiments.rmse.methods import METHODS
 from hopper_attention.experiments.rmse.spec import RmseExperiment
-from hopper_attention.launch import forward
+from hopper_attention.launch import forward, fp8
 from hopper_attention.launch.quantize import Outputs, QuantizeLauncher, output_pieces
 from hopper_attention.problem import GradientProblem
 from hopper_attention.quantization import Fp8Quantization
 from hopper_attention.reference.tiled import attention_tiled
 from hopper_attention.reference.tiled_backward import tiled_backward
-from tests.python.fake_gpu import forget_launchers, pretend
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
+from tests.python.test_few_fp8_blocks import Kernels as FewKernels
 from tests.python.test_paged_forward import Kernels
 
 SETTING = bench_peers.Setting("cpu")
@@ -391,3 +392,26 @@ def test_errors_are_measured_peer_by_peer_on_the_draws_of_the_table() -> None:
 
 def broken(*given: object) -> bench_peers.Prepared:
     raise RuntimeError("no such kernel")
+
+
+def test_the_sanitizer_runs_few_queries_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of a tile's keys, and what adds them up; then a scale that is another head's."""
+    kernels = FewKernels()
+    pretend(monkeypatch, fp8)
+    for getter in ("get_forward", "get_serving"):
+        monkeypatch.setattr(compile_cache, getter, kernels.load)
+    monkeypatch.setattr(few_blocks_case, "index_of", lambda device: 0)
+    monkeypatch.setattr(few_blocks_case, "CTAS", SMS)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    configs = few_blocks_case.few_blocks_configs()
+    assert len({config.name for config in configs}) == len(configs) == 112
+    assert sanitize.FAMILIES["few-blocks"][1] is few_blocks_case.run_few_blocks_case
+    for config in configs[::9]:
+        assert few_blocks_case.run_few_blocks_case(replace(config, ctas_per_sm=1), "cpu") == ""
+        assert kernels.calls[-1]["splits"] == (few_blocks_case.SPLITS if config.split else 1)
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda c, *x: attend(c, *x[:6], x[6].roll(1, 1), *x[7:]))
+    for config in configs[::40]:
+        wrong = few_blocks_case.run_few_blocks_case(replace(config, ctas_per_sm=1), "cpu")
+        assert wrong.startswith("error ") and wrong.endswith("allowed 2e-2")
+    forget_launchers()
