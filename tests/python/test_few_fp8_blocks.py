@@ -262,7 +262,11 @@ def test_memory_of_parts(kernels: Kernels, call: Any, monkeypatch: pytest.Monkey
     (batch, seqlen_q, _), (heads, _), few = call
     asked: list[tuple[Any, ...]] = []
     memory = device_memory.stream_memory
-    noted = lambda index, pieces: asked.append(pieces) or memory(index, pieces)  # noqa: E731
+
+    def noted(index: int, pieces: Any) -> Any:
+        asked.append(pieces)
+        return memory(index, pieces)
+
     monkeypatch.setattr(device_memory, "stream_memory", noted)
     tensors = draw_tensors(*call[:2])
     rows, parts = (batch, seqlen_q, heads), quantize_qkv(*tensors)
