@@ -277,7 +277,7 @@ class ForwardConfig:
 
     @property
     def tile_queries(self) -> int:
-        return self.tile_m // self.group
+        return self.consumers * (WARPGROUP_ROWS // self.group)
 
     @property
     def threads(self) -> int:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-GROUPS = (2, 4, 8, 16, 32, 64)
-"""Query heads that a tile may have as rows: those that divide the 64 rows of a warpgroup."""
+GROUPS = range(2, 65)
+"""Query heads that a tile may have as rows: no more than the 64 rows of a warpgroup."""
 
 
 def check_used_columns(config: Any) -> None:
@@ -31,6 +31,6 @@ def check_group(config: Any) -> None:
     if c.group not in (1, *GROUPS) or by_head or c.page_box or c.few_keys or not is_known:
         raise ValueError(
             f"group is {c.group} and split {c.split}, allowed: 1 and False, or without pages, few_keys and what is "
-            f"done to scores by head 1, {', '.join(map(str, GROUPS))} and either; of e4m3 where each block takes its "
+            f"done to scores by head 1 to {GROUPS[-1]} and either; of e4m3 where each block takes its "
             "maximum, and with the layout 'varlen' lone_scales"
         )

@@ -65,8 +65,12 @@ class DenseBatch(LoopInvariant):
 
     def make_o_atom(self, mO: cute.Tensor, layout: cute.ComposedLayout) -> tuple:
         """The TMA atom that stores O, and its coordinate tensor; ``mO`` is ``view_outputs``."""
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        return cpasync.make_tiled_tma_atom(store, mO, layout, (self.rows_of_box, self.config.head_dim_v))
+        store, box = cpasync.CopyBulkTensorTileS2GOp(), (self.rows_of_box, self.config.head_dim_v)
+        return cpasync.make_tiled_tma_atom(store, mO, self.layout_of_box(layout), box)
+
+    def layout_of_box(self, layout: cute.ComposedLayout) -> cute.ComposedLayout:
+        """Of a warpgroup's rows in shared memory those of ``rows_of_box``."""
+        return layout
 
     def queries_and_heads(self, mQ: cute.Tensor) -> tuple[Int32, Int32, Int32]:
         """Of the view of Q the queries of a sequence, the heads that have tiles of their own, and the sequences."""

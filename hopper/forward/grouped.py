@@ -1,7 +1,8 @@
 """Tiles of the query heads of a K/V head together: where queries are few, their heads are rows of one tile.
 
-Row i of a tile is query i // group of head i % group. (FlashAttention-2 packs one query so, FlashAttention-3 any
-number; TMA brings such a tile as a box of ``group`` heads by rows / ``group`` queries.)
+Row i of a warpgroup is query i // group of head i % group. (FlashAttention-2 packs one query so, FlashAttention-3 any
+number; TMA brings such rows as a box of ``group`` heads by 64 // ``group`` queries.) Where heads do not divide the 64
+rows the last ones are nobody's: what they hold is anything, goes nowhere, and counts in no other row.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,29 @@ from cute_kernels.window import Window
 from hopper.config import WARPGROUP_ROWS
 from hopper.forward.batch import DenseBatch, PackedBatch
 from hopper.forward.store import DenseTmaStore
+from hopper.group_rows import used_rows
 from hopper.tiles import RAGGED_ROWS, TmaOperand
+
+NOBODYS_QUERY = 2**29
+"""Behind all queries."""
+
+
+def place_of_row(row: Int32, group: int) -> tuple[Int32, Int32]:
+    """Of a row of a sequence's tiles the query, and the head of its group; of a row that is nobody's a query from
+    ``NOBODYS_QUERY`` on."""
+    if WARPGROUP_ROWS % group == 0:
+        return row // group, row % group
+    warpgroups, own = row // WARPGROUP_ROWS, row % WARPGROUP_ROWS
+    query = warpgroups * (WARPGROUP_ROWS // group) + own // group
+    return query + own // used_rows(group) * NOBODYS_QUERY, own % group
+
+
+def first_rows(layout: cute.Layout, rows: int) -> cute.Layout:
+    """The first ``rows`` of a layout of rows, columns and stages, in which rows are equally far from each other."""
+    modes = [cute.get(layout, mode=[i]) for i in range(cute.rank(layout))]
+    modes[0] = cute.composition(modes[0], cute.make_layout(rows))
+    shape, stride = (tuple(getattr(each, name) for each in modes) for name in ("shape", "stride"))
+    return cute.make_layout(shape, stride=stride)
 
 
 @dataclass(frozen=True)
@@ -54,11 +77,12 @@ class GroupedOperand(TmaOperand):
         (tile_rows, columns), (row_block, column_block) = tiler, coord
         box = (self.group, tile_rows // self.group), columns
         tiles = cute.local_tile(self.of_rows(rows), box, ((head, row_block), column_block))
+        smem = cute.make_tensor(self.smem.iterator, first_rows(self.smem.layout, used_rows(self.group)))
         return cpasync.tma_partition(
             self.atom,
             share[0],
             cute.make_layout(share[1]),
-            cute.group_modes(self.smem, 0, 2),
+            cute.group_modes(smem, 0, 2),
             cute.group_modes(tiles, 0, 2),
         )
 
@@ -70,7 +94,7 @@ class GroupedMask(TileMask):
     group: int = 1
 
     def level(self, r: int) -> Int32:
-        query = (self.row + r * ROW_STRIDE) // self.group
+        query, _ = place_of_row(self.row + r * ROW_STRIDE, self.group)
         return query + self.seqlens.seqlen_k - self.seqlens.seqlen_q
 
 
@@ -83,9 +107,9 @@ class GroupedTmaStore(DenseTmaStore):
         queries = cutlass.min(seqlens.seqlen_q, self.mLSE.shape[0])
         if lane % LANES_PER_ROW == 0:
             for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-                query = (row + r * ROW_STRIDE) // group
+                query, of_group = place_of_row(row + r * ROW_STRIDE, group)
                 if query < queries:
-                    of_head = self._lse_of(head * group + (row + r * ROW_STRIDE) % group, seqlens)
+                    of_head = self._lse_of(head * group + of_group, seqlens)
                     of_head[query] = values[r]
 
     @cute.jit
@@ -94,7 +118,7 @@ class GroupedTmaStore(DenseTmaStore):
         (mO,), group = self.outputs, self.o.group
         rows = as_rows(acc)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            query, of_group = (row + r * ROW_STRIDE) // group, (row + r * ROW_STRIDE) % group
+            query, of_group = place_of_row(row + r * ROW_STRIDE, group)
             if query < seqlens.seqlen_q:
                 target = mO[((head * group + of_group, query), None, seqlens.batch)]
                 for j in cutlass.range_constexpr(0, rows.shape[1][1], 2):
@@ -125,6 +149,10 @@ class GroupedBatch(DenseBatch):
         group = self.config.group
         return group, WARPGROUP_ROWS // group
 
+    def layout_of_box(self, layout: cute.ComposedLayout) -> cute.ComposedLayout:
+        rows = first_rows(layout.outer, used_rows(self.config.group))
+        return cute.make_composed_layout(layout.inner, 0, rows)
+
     def view_queries(self, tensor: cute.Tensor) -> cute.Tensor:
         return with_heads_in_rows(self.view(tensor))
 
@@ -144,6 +172,7 @@ class GroupedPackedBatch(PackedBatch):
 
     store_type = GroupedTmaStore
     rows_of_box = GroupedBatch.rows_of_box
+    layout_of_box = GroupedBatch.layout_of_box
     view_queries = GroupedBatch.view_queries
     operand = GroupedBatch.operand
     mask = GroupedBatch.mask

@@ -179,7 +179,8 @@ class ForwardKernel:
 
         layouts = smem_layouts(c, self.parts.kv_source)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, layouts.q, (batch.rows_of_box, c.head_dim))
+        of_box = batch.layout_of_box(layouts.q), (batch.rows_of_box, c.head_dim)
+        atom_Q, tma_Q = cpasync.make_tiled_tma_atom(load, mQ, *of_box)
         atom_K, tma_K = self.parts.kv_source.make_k_atom(mK, layouts.k)
         atom_V, tma_V = self.parts.kv_source.make_v_atom(mVt, self.dtype)
         atom_O, tma_O = batch.make_o_atom(mO, layouts.o)
@@ -476,9 +477,11 @@ class ForwardKernel:
         return Epilogue(store, parts.correction, lane, warp_in_group, recomputes, factors)
 
     def _rows_of(self, row: Int32, place: TilePlace) -> tuple[Int32, ...]:
-        """The thread's rows of a tile, of which ``row`` is the first; behind the last of a query that one again."""
-        last_row = place.seqlens.seqlen_q * self.config.group - 1
-        return tuple(cutlass.min(row + r * ROW_STRIDE, last_row) for r in range(ROWS_PER_THREAD))
+        """The thread's rows of a tile, of which ``row`` is the first; behind the last of a query that one again, where
+        tiles have rows of one head."""
+        rows = tuple(row + r * ROW_STRIDE for r in range(ROWS_PER_THREAD))
+        last_row = place.seqlens.seqlen_q - 1
+        return rows if self.config.group > 1 else tuple(cutlass.min(each, last_row) for each in rows)
 
     def _blocks_of_warpgroup(self, blocks: KeyBlocks, wg: Int32) -> KeyBlocks:
         """Those of the tile's ``blocks`` that a warpgroup visits: all, but for warpgroups that walk apart."""

@@ -14,12 +14,13 @@ from cute_kernels.fast_math import pin
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper import mail
-from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.config import ForwardConfig
 from hopper.forward.barriers import MAX_CONSUMERS, NamedBarrier
 from hopper.forward.batch import DenseBatch
 from hopper.forward.operands import PerOperand, Pipelines, Work, first_turn, next_turn
 from hopper.forward.places import WORDS, KeptPlaces, NumberedTiles, PlacedTiles, message_of
 from hopper.forward.producer import NoWord, Producer
+from hopper.group_rows import used_rows
 from hopper.tiles import WARPS_PER_WARPGROUP, ragged_view, swizzled_layout
 
 LOADING_WARP, FINDING_WARP = 0, 1
@@ -131,7 +132,7 @@ class DenseTma(LoopInvariant):
                 storage.barriers_q,
                 c.consumers * c.q_stages,
                 warps_of_one,
-                (WARPGROUP_ROWS + c.few_keys) * row_bytes,
+                (used_rows(c.group) + c.few_keys) * row_bytes,
             ),
             self._tma_pipeline(storage.barriers_k, c.stages, warps_of_all, c.tile_n * row_bytes),
             self._make_v_pipeline(storage, warps_of_all),

@@ -28,7 +28,7 @@ from cute_kernels.key_blocks import BlockRange, KeyBlocks
 from cute_kernels.plan.packed import PackedSeqlens
 from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
 from cute_kernels.window import Window
-from hopper.forward.grouped import GroupedBatch, GroupedPackedBatch
+from hopper.forward.grouped import GroupedBatch, GroupedPackedBatch, place_of_row
 from hopper.forward.store import DenseTmaStore
 
 PART_SHIFT = 24
@@ -150,8 +150,8 @@ class PartStore(DenseTmaStore):
     def _place(self, head: Int32, seqlens: SeqlenInfo, row: Int32) -> tuple[Int32, tuple]:
         """Of a row of a tile of ``head``: the query, and where its results are."""
         group = self.o.group
-        query, number = row // group, 0 if seqlens.is_packed else seqlens.batch
-        return query, (part_of(seqlens), number, seqlens.offset_q + query, head * group + row % group)
+        (query, of_group), number = place_of_row(row, group), 0 if seqlens.is_packed else seqlens.batch
+        return query, (part_of(seqlens), number, seqlens.offset_q + query, head * group + of_group)
 
 
 class SplitBatch(GroupedBatch):

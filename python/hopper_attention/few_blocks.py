@@ -67,7 +67,7 @@ def find_few(problem: Fp8Problem) -> FewQueries:
     seqlen_q, seqlen_k = p.q_shape[1], p.k_shape[1]
     if not may_serve(p.q_shape) or not 0 < seqlen_k <= MAX_SEQLEN or 0 in (*p.q_shape, *p.v_shape):
         return NOT_FEW
-    if p.v_rows or p.two_level or p.exact_lse or not p.without_lse or p.window != FULL_SIDES:
+    if p.v_rows or p.two_level or p.exact_lse or p.window != FULL_SIDES:
         return NOT_FEW
     if p.block_k != p.block_v or not 1 <= seqlen_q <= MOST_QUERIES:
         return NOT_FEW

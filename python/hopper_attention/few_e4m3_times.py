@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from cute_kernels.problem import DENSE, VARLEN
 from hopper.forward.fp8.tilings import FEW_QUERIES, few_queries_tilings
+from hopper.group_rows import queries_of_rows
 from hopper_attention.few_queries_times import COLUMNS, MOST_SEQUENCES, DecodeTimes
 from hopper_attention.kvcache_checks import CacheShape
 from hopper_attention.packing_rules import FORWARD_ROWS, MULTIPROCESSORS
@@ -205,8 +206,8 @@ def _tile_n_of_parts(shape: CacheShape, tile_rows: int) -> int:
 
 def count_tiles(shape: CacheShape, group: int, tile_rows: int) -> int:
     """Tiles of all sequences, at most."""
-    heads, rows = shape.heads // group, shape.seqlen_q * group
-    tiles = shape.batch * -(-rows // tile_rows)
+    heads, queries = shape.heads // group, queries_of_rows(tile_rows, group)
+    tiles = shape.batch * -(-shape.seqlen_q // queries)
     if shape.is_packed_q:
-        tiles = min(tiles, shape.batch + shape.total_q * group // tile_rows)
+        tiles = min(tiles, shape.batch + shape.total_q // queries)
     return heads * tiles

@@ -18,6 +18,7 @@ import torch
 from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from hopper.field_checks import GROUPS
 from hopper.forward.fp8.tilings import FEW_QUERIES
+from hopper.group_rows import rows_of_queries
 from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, TensorSpec
 from hopper_attention.decode_rules import select_decode, why_not_on_hopper
 from hopper_attention.few_e4m3_times import few_cost, native_size, numbers_of_parts, swapped_cost, usual_cost
@@ -167,7 +168,7 @@ def fastest_forward(call: CacheCall, mean_k: float) -> FewQueries:
     found = []
     for group in (1, whole) if whole in GROUPS else (1,):
         splits = 1 if call.mask.has_window else best_splits(shape, mean_k, group)
-        rows = shape.seqlen_q * group if splits > 1 else 0
+        rows = rows_of_queries(shape.seqlen_q, group) if splits > 1 else 0
         found.append((forward_cost(shape, mean_k, group, splits), FewQueries(None, group, splits, rows)))
     return min(found, key=lambda each: each[0])[1]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hopper.config import WARPGROUP_ROWS
+from hopper.group_rows import rows_of_queries
 from hopper_attention.decode_rules import ctas_of_pieces
 from hopper_attention.kvcache_checks import CacheCall, CacheShape
 from hopper_attention.packing_rules import FORWARD_ROWS, MULTIPROCESSORS
@@ -92,7 +93,7 @@ def forward_cost(shape: CacheShape, mean_k: float, group: int = 1, splits: int =
     """Of the forward kernel with ``group`` heads in a tile, whose keys are in ``splits`` parts. It has a CTA for each
     multiprocessor. The longest sequence is one's."""
     times, heads = PACKED_FORWARD if shape.is_packed_q else DENSE_FORWARD, shape.heads // group
-    wide, rows = shape.head_dim / COLUMNS, shape.seqlen_q * group
+    wide, rows = shape.head_dim / COLUMNS, rows_of_queries(shape.seqlen_q, group)
     is_high = splits > 1 and rows > FORWARD_ROWS and max(shape.head_dim, shape.head_dim_v) <= WARPGROUP_ROWS
     tile_m = HIGH_ROWS if is_high else FORWARD_ROWS
     tiles = shape.batch * heads * -(-rows // tile_m) * splits
@@ -114,7 +115,7 @@ def best_splits(shape: CacheShape, mean_k: float, group: int) -> int:
     """The number of parts that takes least time, of those that fill the multiprocessors once, twice or three times, or
     nearly: trying all would take a call longer than what it gains."""
     most = min(MOST_SPLITS, shape.seqlen_k // LEAST_KEYS, MOST_SEQUENCES // shape.batch)
-    tiles = shape.batch * (shape.heads // group) * -(-shape.seqlen_q * group // FORWARD_ROWS)
+    tiles = shape.batch * (shape.heads // group) * -(-rows_of_queries(shape.seqlen_q, group) // FORWARD_ROWS)
     filling = (turns * MULTIPROCESSORS / tiles for turns in (1, 2, 3))
     tried = {1, *(min(int(number * share), most) for number in filling for share in (0.5, 0.75, 1.0))}
     numbers = sorted(number for number in tried if number >= 1)

@@ -23,6 +23,7 @@ from hopper.forward.tilings import (
     with_group,
     with_parts,
 )
+from hopper.group_rows import rows_of_queries
 from hopper.wide.config import WideForwardConfig, select_wide_config, why_not_wide
 from hopper_attention.backends import Choice, Target, choose_backend
 from hopper_attention.block_masks import is_divided
@@ -114,8 +115,9 @@ def grouped_problem(
     if group == 1 and not split_rows:
         return problem
     p, (batch, seqlen_q, heads, _), seqlen_k = problem, q.shape, k.shape[1]
+    lengths = rows_of_queries(seqlen_q, group), seqlen_k
     has_many = not p.has_window and has_many_tiles(
-        p.head_dim, p.head_dim_v, p.causal, (seqlen_q * group, seqlen_k), batch * heads // group
+        p.head_dim, p.head_dim_v, p.causal, lengths, batch * heads // group
     )
     return replace(p, group=group, split_rows=split_rows, has_many_tiles=has_many)
 

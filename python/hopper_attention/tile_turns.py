@@ -18,8 +18,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from cute_kernels.problem import MAX_HEAD_DIM
-from hopper.config import ForwardConfig
+from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.field_checks import GROUPS
+from hopper.group_rows import rows_of_queries
 from hopper_attention.backends import HOPPER_CAPABILITY
 from hopper_attention.checks import TensorSpec
 from hopper_attention.forward_rules import grouped_problem, select_for
@@ -74,7 +75,7 @@ def packed_in_fewer_turns(
     is_timed = (
         total_q <= MOST_OF_MEAN * batch and max(problem.head_dim, problem.head_dim_v) in TIMED_HEAD_DIMS
     )
-    if is_timed and tiles > MANY_TURNS * ctas:
+    if is_timed and tiles > MANY_TURNS * ctas and WARPGROUP_ROWS % group == 0:
         return grouped
     if problem.causal or batch * seqlen_q != total_q:
         return problem
@@ -101,7 +102,8 @@ def saves_turns(
     if max(single.ctas_per_sm, several.ctas_per_sm) > 1:
         return False
     ctas = max(MULTIPROCESSORS - sm_margin, 1)
-    of_group = count_turns(several.tile_m, heads // grouped.group, seqlen_q * grouped.group, ctas)
+    rows = rows_of_queries(seqlen_q, grouped.group)
+    of_group = count_turns(several.tile_m, heads // grouped.group, rows, ctas)
     of_head = count_turns(single.tile_m, heads, seqlen_q, ctas)
     return LEAST_GAIN * several.tile_m * of_group <= single.tile_m * of_head
 
