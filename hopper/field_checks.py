@@ -28,9 +28,9 @@ def check_group(config: Any) -> None:
         return
     by_head = c.alibi or c.sinks or c.dropout or c.functions or c.block_lists
     is_known = c.takes_groups and c.warp_specialized
-    if c.group not in (1, *GROUPS) or by_head or c.page_box or c.few_keys or not is_known:
+    if c.group not in (1, *GROUPS) or by_head or c.few_keys or not is_known:
         raise ValueError(
-            f"group is {c.group} and split {c.split}, allowed: 1 and False, or without pages, few_keys and what is "
+            f"group is {c.group} and split {c.split}, allowed: 1 and False, or without few_keys and what is "
             f"done to scores by head 1 to {GROUPS[-1]} and either; of e4m3 where each block takes its "
             "maximum, and with the layout 'varlen' lone_scales"
         )

@@ -9,7 +9,7 @@ Sequences with many keys come first. ``tiles`` are those of one head. Behind the
 more, of the rows of Q, and of K, that belong to none: its queries see no key, and no query sees its keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -58,6 +58,10 @@ class PackedTileOrder(LoopInvariant):
 
     divisors = ()
     """None: each sequence has other tiles."""
+
+    def with_group(self, group: Any) -> "PackedTileOrder":
+        """The same, whose ``group`` is in another register."""
+        return replace(self, group=group)
 
     @staticmethod
     def count(plan: cute.Tensor, num_heads: Int32) -> Int32:

@@ -21,7 +21,12 @@ from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.problem import VARLEN
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
-from hopper.forward.fp8.kernel import Fp8ForwardKernel, GeneralFp8ForwardKernel, LongFp8ForwardKernel
+from hopper.forward.fp8.kernel import (
+    Fp8ForwardKernel,
+    GeneralFp8ForwardKernel,
+    LongFp8ForwardKernel,
+    PagedFp8ForwardKernel,
+)
 from hopper.forward.kernel import ForwardKernel, GeneralForwardKernel
 from hopper.forward.parts import KernelParts
 
@@ -87,7 +92,7 @@ def compile_forward(config: ForwardConfig, options: str = ""):
 
 def split_tensors(config: ForwardConfig) -> tuple:
     """Those of ``forward_tensors``, with parts of out and lse."""
-    q, k, v, *_ = forward_tensors(config)
+    q, k, v, *_ = forward_tensors(config, in_pages=config.page_box > 0)
     return q, k, v, *_results_in_parts()
 
 
@@ -120,9 +125,17 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     the layout "varlen" q and out are (total_q, h, ...), k (total_k, hk, d), vt (hk, dv, keys) with whole steps of 32
     keys for each sequence, or with ``v_rows`` (total_k, hk, dv), and lse (h, total_q or 0); sizes of the batch are
     those of ``BlockScales``. With ``split`` out and lse are those of ``compile_forward``.
+
+    With ``page_box`` it is ``fn(q, k, v, out, lse, tile_counter, q_scale, k_scale, v_scale, o_scale, mean_v,
+    softmax_scale, plan, sequences, page_table, leftpad, num_ctas)``, k and v (pages, page_size, hk, ...), and the rest
+    as for ``compile_forward``.
     """
     c = config
     is_packed = c.layout == VARLEN
+    if c.page_box:
+        of_pages = *plan_arguments(c), _page_table(), words(cute.sym_int())
+        given = *_packed_fp8_tensors(c), Float32(0.0), *of_pages, Int32(0)
+        return compile_for_torch(PagedFp8ForwardKernel(c), *given, options=options)
     plain = (
         *(_packed_fp8_tensors(c) if is_packed else _dense_fp8_tensors(c)),
         Int32(0),
@@ -174,11 +187,12 @@ def _packed_fp8_tensors(config: Fp8ForwardConfig) -> tuple:
     codes, step = DSL_DTYPES[config.qk_dtype], TMA_BYTES // config.qk_bytes
     total_q, total_k, keys, h, hk = (cute.sym_int() for _ in range(5))
     d, dv = (cute.sym_int(divisibility=16) for _ in range(2))
-    v_shape = (total_k, hk, dv) if config.v_rows else (hk, dv, keys)
+    of_k = (cute.sym_int(), cute.sym_int()) if config.page_box else (total_k,)
+    v_shape = (*of_k, hk, dv) if config.v_rows else (hk, dv, keys)
     whole = strided(out, (total_q, h, dv), 8), strided(Float32, (h, cute.sym_int()), 1)
     return (
         strided(codes, (total_q, h, d), step),
-        strided(codes, (total_k, hk, d), step),
+        strided(codes, (*of_k, hk, d), step),
         strided(e4m3, v_shape, 16),
         *(_results_in_parts() if config.split else whole),
         words(2),

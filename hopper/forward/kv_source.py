@@ -250,7 +250,7 @@ class FoundTiles(DenseTma):
     def _in_few_registers(self, work: Work) -> Work:
         """What is divided by the group is not kept from tile to tile, where it would take one of few registers."""
         group = pin(work.heads_per_kv_head, Int32)
-        return replace(work, order=replace(work.order, group=group), heads_per_kv_head=group)
+        return replace(work, order=work.order.with_group(group), heads_per_kv_head=group)
 
     @cute.jit
     def _load_tiles(self, work: Work, producer: Producer, word: NoWord):

@@ -6,7 +6,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32, const_expr
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.invariant import LoopInvariant
@@ -15,6 +15,7 @@ from cute_kernels.seqlen import PackedRows
 from hopper.forward.kv_source import FoundTiles, WordOfNextTile
 from hopper.forward.operands import PerOperand, Work
 from hopper.forward.producer import NO_WORD, NoWord, Producer
+from hopper.forward.split import without_part
 from hopper.tiles import TmaOperand, ragged_view
 
 
@@ -92,11 +93,11 @@ class PagedTma(FoundTiles):
 
     def make_k_atom(self, mK: cute.Tensor, layout: cute.ComposedLayout) -> tuple[cute.CopyAtom, cute.Tensor]:
         box = self.config.page_box, self.config.head_dim
-        return _make_box_atom(mK, layout, box)
+        return make_box_atom(mK, layout, box)
 
     def make_v_atom(self, mVt: cute.Tensor, dtype) -> tuple[cute.CopyAtom, cute.Tensor]:
         box = self.config.head_dim_v, self.config.page_box
-        return _make_box_atom(mVt, self.v_layout(dtype), box)
+        return make_box_atom(mVt, self.v_layout(dtype), box)
 
     @cute.jit
     def produce(self, work: Work, producer: Producer, storage: Any, warp: Int32):
@@ -104,10 +105,10 @@ class PagedTma(FoundTiles):
         if warp == Q_WARP:
             self._load_tiles(work, QueryLoader(producer), NO_WORD)
         elif warp == K_WARP:
-            keys = BoxLoader(pages, producer.k, producer.pipes.k, self._box_of_k, lane)
+            keys = BoxLoader(pages, producer.k, producer.pipes.k, self._box_of_k, (lane, self.config.split))
             self._load_tiles(work, keys, WordOfNextTile())
         elif warp == V_WARP:
-            values = BoxLoader(pages, producer.v, producer.pipes.v, self._box_of_v, lane)
+            values = BoxLoader(pages, producer.v, producer.pipes.v, self._box_of_v, (lane, self.config.split))
             self._load_tiles(work, values, NO_WORD)
         else:
             self._find_tiles(work)
@@ -121,7 +122,7 @@ class PagedTma(FoundTiles):
         return self.config.head_dim_v, self.config.page_box
 
 
-def _make_box_atom(
+def make_box_atom(
     tensor: cute.Tensor, layout: cute.ComposedLayout, box: tuple[int, int]
 ) -> tuple[cute.CopyAtom, cute.Tensor]:
     """The TMA that loads a box of a block, of whose staged ``layout`` in shared memory it is a part."""
@@ -153,7 +154,7 @@ class QueryLoader(LoopInvariant):
 
 class BoxLoader(LoopInvariant):
     """Loads K or V. Each lane of the warp finds the page of one box of a block, and does so a block ahead of the loads,
-    which never wait for the table."""
+    which never wait for the table. ``lane`` is also told whether the number of a sequence has that of a part in it."""
 
     def __init__(
         self,
@@ -161,9 +162,10 @@ class BoxLoader(LoopInvariant):
         operand: TmaOperand,
         pipe: pipeline.PipelineTmaAsync,
         box: tuple[int, int],
-        lane: Int32,
+        lane: tuple[Int32, bool],
     ):
-        self.pages, self.pipe, self.box, self.lane = pages, pipe, box, lane
+        self.pages, self.pipe, self.box = pages, pipe, box
+        self.lane, self.has_parts = lane
         self.rows = box[operand.row_mode]
         self.boxes = cute.size(operand.smem, mode=[operand.row_mode]) // self.rows
         self.operand = replace(operand, smem=cute.group_modes(cute.flat_divide(operand.smem, box), 2, 4))
@@ -179,28 +181,34 @@ class BoxLoader(LoopInvariant):
         word: NoWord,
     ) -> pipeline.PipelineState:
         """Issue the loads of one output tile; returns the state of the operand's pipeline after it."""
-        _, _, batch = coordinates
-        tile_n = blocks.block_range.tile_n
+        tile_n, batch = blocks.block_range.tile_n, self.sequence(coordinates[2])
         word.of_tile(blocks.count)
         first, end = self.pages.rows_of(batch, blocks.seqlens.seqlen_k)
-        row = first + blocks.last * tile_n
-        if const_expr(self.boxes > 1):
-            row += self.lane * self.rows
+        row = self.row_of_lane(first + blocks.last * tile_n)
         page = self.pages.page_of(batch, row, end)
         for step in cutlass.range(blocks.count, unroll=1):
             page_ahead = self.pages.page_of(batch, row - tile_n, end)
-            length = cutlass.min(cutlass.max(end - row, 0), self.rows)
-            self._load(self.pages.row_of(page, row), length, head_kv, state)
+            self.load(page, row, end, head_kv, state)
             word.of_block(blocks.count - 1 - step)
             state.advance()
             page = page_ahead
             row -= tile_n
         return state
 
+    def sequence(self, batch: Int32) -> Int32:
+        """Whose keys the pages have, of what the coordinates of a tile say."""
+        return without_part(batch) if self.has_parts else batch
+
+    def row_of_lane(self, row: Int32) -> Int32:
+        """The first row of this lane's box of a block that begins with ``row``."""
+        return row + self.lane * self.rows if self.boxes > 1 else row
+
     @cute.jit
-    def _load(self, row: Int32, length: Int32, head_kv: Int32, state: pipeline.PipelineState):
-        """Issue the loads of a block, of which this lane knows the first row of one box, and how many of its rows there
-        are."""
+    def load(self, page: Int32, row: Int32, end: Int32, head_kv: Int32, state: pipeline.PipelineState):
+        """Issue the loads of a block, of which this lane knows the first ``row`` of one box and its ``page``, of a
+        sequence that ends with row ``end``."""
+        length = cutlass.min(cutlass.max(end - row, 0), self.rows)
+        row = self.pages.row_of(page, row)
         self.pipe.producer_acquire(state)
         barrier = self.pipe.producer_get_barrier(state)
         for number in cutlass.range(self.boxes, unroll=1):

@@ -4,7 +4,7 @@ Each part leaves O, normalised, and LSE in float32, and the kernel of ``cute_ker
 idea is that of Flash-Decoding.) The number of a sequence says which part of the keys is meant too: ``PART_SHIFT``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -102,6 +102,9 @@ class SplitOrder(LoopInvariant):
     @property
     def divisors(self) -> tuple:
         return self.order.divisors
+
+    def with_group(self, group: Any) -> "SplitOrder":
+        return replace(self, order=self.order.with_group(group))
 
     @property
     def num_tiles(self) -> Any:

@@ -407,8 +407,12 @@ def select_paged_config(
         config = replace(config, ping_pong=True)
     if key[:2] in PAGED_REGISTERS:
         config = replace(config, registers=PAGED_REGISTERS[key[:2]])
-    box = {ONE_PAGE: config.tile_n, END_TO_END: 0}.get(page_rows, gcd(config.tile_n, page_rows))
-    return replace(config, window=window, layout=VARLEN, page_box=box)
+    return replace(config, window=window, layout=VARLEN, page_box=box_of_pages(config.tile_n, page_rows))
+
+
+def box_of_pages(tile_n: int, page_rows: int) -> int:
+    """``page_box`` of blocks of ``tile_n`` keys."""
+    return {ONE_PAGE: tile_n, END_TO_END: 0}.get(page_rows, gcd(tile_n, page_rows))
 
 
 def with_dropout(config: ForwardConfig) -> ForwardConfig:
@@ -433,14 +437,18 @@ SPLIT_TILINGS = {64: small_tiling(96, 2), 128: tiling(128, 128, 4), 192: tiling(
 """At head_dim 64, for tiles in parts, by the most rows that a K/V head has of a sequence; the last one for more."""
 
 
-def with_parts(config: ForwardConfig, group: int, rows: int) -> ForwardConfig:
+def with_parts(config: ForwardConfig, group: int, rows: int, page_rows: int = END_TO_END) -> ForwardConfig:
     """``with_group`` for tiles whose keys several CTAs visit, of so many ``rows`` at most. Warpgroups visit all blocks
-    then, and two take turns again up to head_dim 128."""
+    then, and two take turns again up to head_dim 128. ``page_rows`` are those of ``select_paged_config``."""
     if (config.head_dim, config.head_dim_v) == (64, 64):
         chosen = SPLIT_TILINGS[min((most for most in SPLIT_TILINGS if rows <= most), default=192)]
         tiles = _build(chosen, config.dtype, (64, 64, config.causal))
-        config = replace(tiles, layout=config.layout, softcap=config.softcap)
+        box = box_of_pages(tiles.tile_n, page_rows)
+        config = replace(tiles, layout=config.layout, softcap=config.softcap, page_box=box)
     has_turns = config.consumers == 2 and config.head_dim <= 128
+    if config.page_box and config.consumers == 2:
+        # The warps that load divide by the group, tell parts from sequences and read the table.
+        config = replace(config, registers=TWO_CONSUMERS_OF_PAGES)
     return with_group(replace(config, split=True, ping_pong=has_turns, few_keys=0), group)
 
 

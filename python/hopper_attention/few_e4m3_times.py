@@ -6,7 +6,7 @@ All numbers are microseconds on an H200, found by timing 800 random dense calls,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -46,6 +46,8 @@ class FewTimes:
 FEW = FewTimes(2.8, 2.0, 0.35, 1.5, 0.0064, 3.1, 0.011, 3.1)
 FEW_PACKED = FewTimes(6.1, 1.5, 0.3, 1.0, 0.0077, 3.1, 0.011, 3.3)
 """Of packed sequences, with their plan."""
+FEW_CACHED = replace(FEW_PACKED, alone=1.5)
+"""Of calls on a cache, by its room for keys (``cache_tiles.json``)."""
 
 KEYS: dict[int, dict[int, float]] = {
     64: {64: 0.004, 192: 0.0101},
@@ -113,8 +115,16 @@ def swapped_cost(shape: CacheShape, mean_k: float) -> float:
     return times.start + max(tiles, 1.0) * times.tile + of_keys
 
 
-def few_cost(shape: CacheShape, mean_k: float, group: int, splits: int, tile_rows: int) -> float:
-    """Of tiles of ``tile_rows`` rows, which are of ``group`` heads, with keys in ``splits`` parts."""
+def few_cost(
+    shape: CacheShape,
+    mean_k: float,
+    group: int,
+    splits: int,
+    tile_rows: int,
+    times: FewTimes | None = None,
+) -> float:
+    """Of tiles of ``tile_rows`` rows, which are of ``group`` heads, with keys in ``splits`` parts. ``times`` are those
+    of calls without a cache by default."""
     native = native_size(shape)
     longest = _longest_part(shape, mean_k, tile_rows, splits)
     mean_part = longest * mean_k / _longest(shape, mean_k)
@@ -126,7 +136,8 @@ def few_cost(shape: CacheShape, mean_k: float, group: int, splits: int, tile_row
         (longest, mean_part),
         splits,
     )
-    return cost_of_tiles(FEW_PACKED if shape.is_packed_q else FEW, tiles, shape, mean_k)
+    usual = FEW_PACKED if shape.is_packed_q else FEW
+    return cost_of_tiles(times or usual, tiles, shape, mean_k)
 
 
 class FewTiles(NamedTuple):

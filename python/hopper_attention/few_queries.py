@@ -10,6 +10,7 @@ faster. FlashAttention-2 packs a single query so, FlashAttention-3 any number.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -21,7 +22,14 @@ from hopper.forward.fp8.tilings import FEW_QUERIES
 from hopper.group_rows import rows_of_queries
 from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, TensorSpec
 from hopper_attention.decode_rules import select_decode, why_not_on_hopper
-from hopper_attention.few_e4m3_times import few_cost, native_size, numbers_of_parts, swapped_cost, usual_cost
+from hopper_attention.few_e4m3_times import (
+    FewTimes,
+    few_cost,
+    native_size,
+    numbers_of_parts,
+    swapped_cost,
+    usual_cost,
+)
 from hopper_attention.few_queries_times import best_splits, decode_cost, forward_cost
 from hopper_attention.fp8_rules import HEAD_DIM_STEP
 from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_shape
@@ -158,15 +166,21 @@ def fastest(call: CacheCall, mean_k: float, in_e4m3: bool) -> FewQueries:
     return FewQueries(call) if is_served else of_forward
 
 
-def fastest_forward(call: CacheCall, mean_k: float) -> FewQueries:
-    """How the forward kernel takes least time: with all heads of a K/V head in a tile, or one, in how many parts."""
+def groups_of(shape: CacheShape) -> tuple[int, ...]:
+    """Heads that a tile may have: one, or all of a K/V head."""
+    whole = shape.heads // shape.kv_heads
+    return (1, whole) if whole in GROUPS else (1,)
+
+
+def fastest_forward(call: CacheCall, mean_k: float, groups: Iterable[int] = ()) -> FewQueries:
+    """How the forward kernel takes least time: with all heads of a K/V head in a tile, or one, or as ``groups`` says,
+    in how many parts."""
     shape, scores = call.shape, call.scores
     widest = max(shape.head_dim, shape.head_dim_v)
     if shape.dtype == FP8_DTYPE or widest > MAX_HEAD_DIM or scores.has_alibi or scores.has_sinks:
         return NOT_FEW
-    whole = shape.heads // shape.kv_heads
     found = []
-    for group in (1, whole) if whole in GROUPS else (1,):
+    for group in groups or groups_of(shape):
         splits = 1 if call.mask.has_window else best_splits(shape, mean_k, group)
         rows = rows_of_queries(shape.seqlen_q, group) if splits > 1 else 0
         found.append((forward_cost(shape, mean_k, group, splits), FewQueries(None, group, splits, rows)))
@@ -182,16 +196,23 @@ def has_e4m3_tiles(shape: CacheShape) -> bool:
 def fastest_in_e4m3(call: CacheCall, mean_k: float) -> FewQueries:
     """``fastest`` of e4m3 tensors with descales, without a window."""
     shape = call.shape
-    whole = shape.heads // shape.kv_heads
-    found = [(usual_cost(shape, mean_k), NOT_FEW)]
-    for group in {1, whole} if whole in GROUPS else (1,):
-        for tile_rows in FEW_QUERIES[native_size(shape)]:
-            for splits in numbers_of_parts(shape, mean_k, group, tile_rows):
-                few = FewQueries(None, group, splits, tile_rows=tile_rows)
-                found.append((few_cost(shape, mean_k, group, splits, tile_rows), few))
+    found = [(usual_cost(shape, mean_k), NOT_FEW), *tiles_in_e4m3(shape, mean_k)]
     if not why_not_on_hopper(call) and select_decode(call).is_swapped:
         found.append((swapped_cost(shape, mean_k), FewQueries(call)))
     return min(found, key=lambda each: each[0])[1]
+
+
+def tiles_in_e4m3(
+    shape: CacheShape, mean_k: float, groups: Iterable[int] = (), times: FewTimes | None = None
+) -> list[tuple[float, FewQueries]]:
+    """Tiles for few queries of e4m3, and what each takes by count; with so many heads each as ``groups`` says, or those
+    of ``groups_of``. ``times`` are those of ``few_cost``."""
+    return [
+        (few_cost(shape, mean_k, group, splits, rows, times), FewQueries(None, group, splits, tile_rows=rows))
+        for group in groups or groups_of(shape)
+        for rows in FEW_QUERIES[native_size(shape)]
+        for splits in numbers_of_parts(shape, mean_k, group, rows)
+    ]
 
 
 def is_faster(call: CacheCall, mean_k: float, of_forward: FewQueries) -> bool:

@@ -6,6 +6,7 @@ it (``few_queries_kernels.json``, ``few_packed_queries_kernels.json``). Keys are
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hopper.config import WARPGROUP_ROWS
@@ -54,6 +55,8 @@ class ForwardTimes:
 DENSE_FORWARD = ForwardTimes(2.7, 0.92, 0.61, 0.012, 0.0073, 0.0131, 2.9, 0.045, 2.3)
 PACKED_FORWARD = ForwardTimes(6.1, 0.96, 0.65, 0.0094, 0.0056, 0.0136, 2.3, 0.047, 2.8)
 
+NO_TIMES: Mapping[int, DecodeTimes] = {}
+
 DENSE_DECODE = {
     32: DecodeTimes(3.1, 1.45, 0.0103),
     64: DecodeTimes(4.0, 3.0, 0.0124),
@@ -67,6 +70,13 @@ PACKED_DECODE = {
     128: DecodeTimes(16.0, 3.1, 0.03),
 }
 
+CACHE_DECODE = {
+    32: DecodeTimes(2.8, 3.4, 0.0103),
+    64: DecodeTimes(8.2, 7.2, 0.0108),
+    128: DecodeTimes(10.7, 4.7, 0.0153),
+}
+"""Of calls on a cache whose lengths the host does not know, by its room for keys (``cache_tiles.json``)."""
+
 WIDENED = DecodeTimes(45.0, 2.8, 0.0133)
 """Of e4m3 with more rows than a kernel takes in e4m3: PyTorch widens the queries before, and multiplies descales."""
 
@@ -77,9 +87,17 @@ MOST_SPLITS, LEAST_KEYS, MOST_SEQUENCES = 64, 256, 2**20
 """Parts of a tile at most, keys of a part at least, and sequences of all parts at most."""
 
 
-def decode_cost(call: CacheCall, mean_k: float, tile_m: int, is_widened: bool) -> float:
-    """Of the decode kernel; ``mean_k`` are the keys of a sequence."""
-    shape, of_rows = call.shape, PACKED_DECODE if call.shape.is_packed_q else DENSE_DECODE
+def decode_cost(
+    call: CacheCall,
+    mean_k: float,
+    tile_m: int,
+    is_widened: bool,
+    of_rows: Mapping[int, DecodeTimes] = NO_TIMES,
+) -> float:
+    """Of the decode kernel; ``mean_k`` are the keys of a sequence, ``of_rows`` times by the rows of a tile, in place of
+    those of calls without a cache."""
+    shape = call.shape
+    of_rows = of_rows or (PACKED_DECODE if shape.is_packed_q else DENSE_DECODE)
     times = WIDENED if is_widened else of_rows[tile_m]
     tiles = shape.batch * shape.kv_heads * -(-shape.rows_a_kv_head // tile_m)
     of_a_cta = tiles / ctas_of_pieces(MULTIPROCESSORS, tiles, shape.kv_heads, call.has_one_length)

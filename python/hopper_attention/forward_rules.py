@@ -235,7 +235,10 @@ def _select_paged(problem: AttentionProblem, backend: str) -> ForwardConfig:
         raise NotImplementedError(f"{reason}; use flash_attn_varlen_func on a copy of the keys in use")
     options = p.causal, p.page_rows, p.has_window
     config = select_paged_config(DTYPE_NAMES[p.dtype], p.head_dim, p.head_dim_v, *options)
-    return replace(config, chunk=p.has_chunk, **p.scores.fields)
+    config = replace(config, chunk=p.has_chunk, **p.scores.fields)
+    if p.split_rows:
+        return with_parts(config, p.group, p.split_rows, p.page_rows)
+    return with_group(config, p.group) if p.group > 1 else config
 
 
 def takes_wide_values(problem: AttentionProblem, target: Target, requested: str | None) -> bool:

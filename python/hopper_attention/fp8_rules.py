@@ -20,7 +20,7 @@ from hopper.forward.fp8.tilings import (
     with_lone_scales,
     with_runs,
 )
-from hopper.forward.tilings import ANY_LENGTH
+from hopper.forward.tilings import ANY_LENGTH, END_TO_END
 from hopper_attention import checks
 from hopper_attention.backends import (
     HOPPER_CAPABILITY,
@@ -317,7 +317,8 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
         return select_fp8_few_blocks_config(dims, p.causal, output, *of_tile)
     if p.tile_rows:
         sizes = p.head_dim, p.head_dim_v, p.causal, DTYPE_NAMES[p.out_dtype]
-        return select_fp8_few_queries_config(*sizes, p.group, p.tile_rows, p.split_rows > 0, layout)
+        of_rows = p.group, p.tile_rows, p.split_rows > 0, layout, p.page_rows or END_TO_END
+        return select_fp8_few_queries_config(*sizes, *of_rows)
     flags = p.transposes, p.two_level, p.half_scores, p.has_window
     options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse, p.few_tiles
     dtype = DTYPE_NAMES[p.out_dtype]

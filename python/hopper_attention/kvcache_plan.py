@@ -11,6 +11,7 @@ from hopper.decode.config import DecodeConfig
 from hopper.mla.config import MlaConfig
 from hopper_attention.api import Window
 from hopper_attention.backends import KERNELS, Target, target_of
+from hopper_attention.cache_tiles import tiles_of
 from hopper_attention.checks import FULL_WINDOW, TensorSpec
 from hopper_attention.dispatch import (
     NOTE_ON_QV,
@@ -160,6 +161,8 @@ def explain_kvcache(
         notes += first_part({"v": TensorSpec.of(tensors.v_cache)})[1]
     if choice.backend in KERNELS:
         notes += check_margin(sm_margin, target, q.device)
+    if rule.path == "tiles":
+        notes += tiles_of(call).notes
     steps = (
         *_append_steps(call, tensors, target, choice.backend),
         *_copy_steps(call.shape, rule.path, target, choice.backend),

@@ -10,16 +10,18 @@ from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.tilings import END_TO_END
 from hopper.mla.config import MlaConfig
+from hopper_attention import cache_tiles, fp8_rules
 from hopper_attention.backends import Choice, Target
+from hopper_attention.cache_tiles import page_rows_of_call, pages_of_a_sequence, problem_of_tiles
 from hopper_attention.decode_rules import serving_config, why_not_decode
 from hopper_attention.forward_rules import Config, ReferenceConfig, choose_for, select_for, takes_wide_values
 from hopper_attention.forward_rules import why_not_paged as why_no_paged_kernel
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.cache_copy import why_not_copied
-from hopper_attention.launch.paged_forward import page_rows_of_cache, why_not_in_place
+from hopper_attention.launch.paged_forward import why_not_in_place
 from hopper_attention.mla_rules import select_mla, why_not_mla
 from hopper_attention.packing_rules import why_not_packed
-from hopper_attention.problem import AttentionProblem
+from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem
 from hopper_attention.torch_rules import TorchConfig
 from hopper_attention.value_parts import needs_parts, part_widths
 
@@ -95,10 +97,30 @@ def select_in_general(call: CacheCall, target: Target, backend: str) -> Selectio
     return Selection(problem, config)
 
 
+def why_not_tiles(call: CacheCall, target: Target, backend: str) -> str:
+    """What keeps tiles of several heads and parts of keys from a call, or speaks for another kernel."""
+    return cache_tiles.why_not_tiles(call, backend)
+
+
+def select_tiles(call: CacheCall, target: Target, backend: str) -> Selection:
+    """The forward kernel with such tiles."""
+    problem = problem_of_tiles(call, cache_tiles.tiles_of(call))
+    if isinstance(problem, Fp8AttentionProblem):
+        return Selection(problem, fp8_rules.select_for(problem))
+    return Selection(problem, select_for(problem, backend, target.capability))
+
+
 def why_not_decode_kernel(call: CacheCall, target: Target, backend: str) -> str:
     """What keeps the decode kernel from a call, or speaks for the one that packs no heads."""
     reason = why_not_decode(call, target, backend)
-    return reason or why_not_packed(call, not why_not_paged(call, target, backend))
+    if reason:
+        return reason
+    counted = cache_tiles.why_not_tiles(call, backend)
+    if not counted:
+        return "by count tiles of the forward kernel take less time"
+    if counted in cache_tiles.COUNTED and call.pack_gqa is None:
+        return "" if counted == cache_tiles.DECODE_TAKES_LESS else counted
+    return why_not_packed(call, not why_not_paged(call, target, backend))
 
 
 def select_decode_kernel(call: CacheCall, target: Target, backend: str) -> Selection:
@@ -120,7 +142,7 @@ def why_not_paged(call: CacheCall, target: Target, backend: str) -> str:
         return "there is no score"
     if shape.is_fp8_cache:
         return f"the cache has dtype {shape.cache_dtype}, and the kernel that reads pages takes 16 bits"
-    pages = _pages_of_a_sequence(call)
+    pages = pages_of_a_sequence(call)
     if shape.has_leftpad and pages > 1:
         return "there is a leftpad, which the kernel takes for caches of one page a sequence"
     reason = why_not_in_place(*shape.caches, pages)
@@ -161,15 +183,7 @@ def _copied_problem(call: CacheCall) -> AttentionProblem:
 
 
 def _paged_problem(call: CacheCall) -> AttentionProblem:
-    shape = call.shape
-    is_plain = not (shape.is_paged or shape.has_batch_idx or shape.has_leftpad)
-    page_rows = page_rows_of_cache(*shape.caches, _pages_of_a_sequence(call), is_plain=is_plain)
-    return replace(_general_problem(call), page_rows=page_rows)
-
-
-def _pages_of_a_sequence(call: CacheCall) -> int:
-    shape = call.shape
-    return shape.capacity // shape.page_size if shape.is_paged else 1
+    return replace(_general_problem(call), page_rows=page_rows_of_call(call))
 
 
 RULES = (
@@ -187,6 +201,13 @@ RULES = (
         "and the output of all query heads",
         why_not_mla,
         select_mla_kernel,
+    ),
+    Rule(
+        "tiles",
+        "the kernel of flash_attn_varlen_func reads keys and values in the cache, where they lie, with the query heads "
+        "of a K/V head as the rows of a tile, or keys in parts, or e4m3 by e4m3",
+        why_not_tiles,
+        select_tiles,
     ),
     Rule(
         "paged",

@@ -29,6 +29,7 @@ from hopper_attention.checks import DTYPE_NAMES, TensorSpec, check_qkv
 from hopper_attention.decode_rules import in_clusters, select_decode
 from hopper_attention.few_packed_queries import find_few_packed
 from hopper_attention.few_queries import NOT_FEW, FewQueries, contiguous_spec, find_few
+from hopper_attention.few_queries_times import MOST_SPLITS
 from hopper_attention.forward_rules import ReferenceConfig, choose_for, grouped_problem
 from hopper_attention.head_parts import with_head_parts
 from hopper_attention.kvcache_plan import explain_kvcache
@@ -54,8 +55,8 @@ ROTARY_FIELDS = ("rope_theta", "rope_parameters", "rope_scaling")
 DRAFTS, PART_OF_A_PROMPT = (4, 8), 64
 """Queries a sequence where tokens are guessed ahead, and of a prompt that comes in parts."""
 
-CHUNKS = {1: None, 128: True, 1024: None}
-"""Queries a sequence, and pack_gqa: a step of decoding, a short chunk of a prompt, and a long one."""
+CHUNKS = {1: None, **dict.fromkeys((*DRAFTS, PART_OF_A_PROMPT)), 128: True, 1024: None}
+"""Queries a sequence, and pack_gqa: a step of decoding, drafts, short chunks of a prompt, and a long one."""
 
 
 @dataclass(frozen=True)
@@ -357,6 +358,9 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
                     device_capability=capability,
                 )
                 yield plan.config
+                if isinstance(plan.config, ForwardConfig) and plan.config.split:
+                    for parts in (2, MOST_SPLITS):
+                        yield select_combine_config(plan.config.out_dtype, parts, HOPPER_ARCH)
                 if isinstance(plan.config, DecodeConfig):
                     yield from in_clusters(plan.config, model.kv_heads)
         new = k.new_empty(4, seqlen_q, *k.shape[2:]), v.new_empty(4, seqlen_q, *v.shape[2:])

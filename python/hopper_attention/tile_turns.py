@@ -87,6 +87,9 @@ def may_have_group(problem: AttentionProblem, group: int) -> bool:
     p, scores = problem, problem.scores
     if p.is_empty or (p.causal and not p.is_packed) or p.has_window or p.head_dim_v > MAX_HEAD_DIM:
         return False
+    if p.causal and WARPGROUP_ROWS % group:
+        # Of many causal tiles those with rows that are nobody's have not been timed.
+        return False
     # What differs by head, a tile of one head has.
     return group in GROUPS and scores == ScoreKind(has_softcap=scores.has_softcap)
 

@@ -60,6 +60,22 @@ CASES = {
         ((30, 60, 301), (8, 8), 256, OWN),
     )
     for causal in (False, True)
+} | {
+    # Heads that do not divide a warpgroup's rows, of which some are nobody's.
+    f"{kernel}, {sizes}, {heads}, {head_dim}, {causal}": case(sizes, heads, head_dim, kernel, causal)
+    for sizes, heads, head_dim, kernel, causal in (
+        ((64, 17, 1000), (28, 4), 128, HEADS, True),
+        ((64, 40, 1001), (24, 8), 128, HEADS, False),
+        ((70, 9, 530), (40, 1), 128, HEADS, True),
+        ((64, 8, 3000), (40, 8), 64, HEADS, False),
+        ((40, 45, 1500), (96, 8), 64, HEADS, True),
+        ((64, 8, 999), (12, 2), 256, HEADS, True),
+        ((1, 40, 20_001), (28, 4), 128, PARTS, True),
+        ((2, 33, 9000), (12, 4), 128, PARTS, False),
+        ((4, 13, 7000), (6, 1), 64, PARTS, True),
+        ((2, 21, 5001), (24, 1), 256, PARTS, False),
+        ((1, 90, 5000), (10, 2), 80, PARTS, True),
+    )
 }
 
 
@@ -100,7 +116,7 @@ def test_against_float64(name: str) -> None:
         assert torch.equal(flash_attn_func(*tensors, **given.options, **descales), out)
 
 
-SOME = [name for i, name in enumerate(CASES) if i % 5 == 1]
+SOME = [name for i, name in enumerate(CASES) if i % 5 == 1 and i < 42]
 
 
 @pytest.mark.parametrize("which", ["none", "one tensor", "of keys", "other strides"])

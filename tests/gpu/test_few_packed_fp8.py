@@ -144,7 +144,9 @@ def test_any_number_of_parts(serve: Serve, head_dim: int, splits: int) -> None:
     assert wrong_of(case, tensors, given, True) == []
 
 
-@pytest.mark.parametrize("heads", [(2, 1), (16, 2), (32, 2), (32, 1), (128, 2)])
+@pytest.mark.parametrize(
+    "heads", [(2, 1), (16, 2), (32, 2), (32, 1), (128, 2), (6, 2), (5, 1), (28, 4), (24, 2), (40, 1)]
+)
 def test_any_number_of_heads_in_a_tile(serve: Serve, heads: tuple[int, int]) -> None:
     for splits in (1, 3):
         few = FewQueries(group=heads[0] // heads[1], splits=splits, tile_rows=64)
@@ -164,8 +166,11 @@ BY_RULE = {
         ((40,), (20_001,), (8, 2), 128, 4),
         ((40,), (20_001,), (8, 2), 256, 4),
         ((33, 0, 70), (9000, 7, 30_000), (4, 1), 80, 4),
-        # 12 query heads share a K/V head, which divide no warpgroup's rows.
-        ((40,), (20_001,), (24, 2), 128, 1),
+        # Heads that do not divide a warpgroup's rows, of which some are nobody's.
+        ((40,), (20_001,), (24, 2), 128, 12),
+        ((33, 0, 70), (9000, 7, 30_000), (28, 4), 64, 7),
+        ((40,), (20_001,), (40, 8), 256, 5),
+        ((16, 3, 0, 14) * 16, (1000, 700, 1, 930) * 16, (6, 2), 128, 3),
         ((16, 3, 9, 14) * 16, (1000, 700, 1, 930) * 16, (32, 4), 128, 8),
         ((16, 3, 9, 14) * 16, (1000, 700, 1, 930) * 16, (32, 4), 64, 8),
         ((16, 3, 9, 14) * 16, (1000, 700, 1, 930) * 16, (32, 4), 256, 8),

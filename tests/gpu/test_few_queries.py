@@ -108,6 +108,27 @@ CASES = {
     ),
     "parts, a scale": Case((2, 40, 6000), (8, 2), (128, 128), {"softmax_scale": 0.2}, kernel=PARTS),
     "parts, all heads of 64": Case((1, 7, 12_000), (64, 1), (128, 128), {"causal": True}, kernel=PARTS),
+    # Heads that do not divide a warpgroup's rows, of which some are nobody's.
+    "7 heads a tile": Case((64, 17, 513), (28, 4), (128, 128), {"causal": True}, kernel=HEADS),
+    "5 heads a tile": Case((40, 21, 333), (40, 8), (64, 64), {"causal": True}, F16, HEADS),
+    "6 heads a tile": Case((70, 33, 200), (12, 2), (256, 256), {"causal": True}, kernel=HEADS),
+    "3 heads a tile": Case((64, 30, 401), (24, 8), (96, 96), kernel=HEADS),
+    "12 heads a tile": Case((32, 15, 777), (96, 8), (128, 128), kernel=HEADS),
+    "24 heads a tile": Case((70, 9, 130), (48, 2), (128, 128), {"causal": True}, kernel=HEADS),
+    "40 heads a tile, odd head_dims": Case((70, 5, 130), (40, 1), (72, 40), kernel=HEADS),
+    "7 heads a tile, a window": Case(
+        (64, 21, 900), (28, 4), (128, 128), {"window_size": (300, 5)}, kernel=HEADS
+    ),
+    "3 heads a tile, a causal window": Case(
+        (64, 21, 900), (24, 8), (64, 64), {"window_size": (300, 0)}, kernel=HEADS
+    ),
+    "5 heads a tile, a softcap": Case(
+        (64, 21, 500), (40, 8), (128, 128), {"softcap": 2.0, "causal": True}, kernel=HEADS
+    ),
+    "parts of 7 heads": Case((1, 40, 6001), (28, 4), (128, 128), {"causal": True}, kernel=PARTS),
+    "parts of 3 heads": Case((3, 33, 7000), (12, 4), (64, 64), {"causal": True}, F16, PARTS),
+    "parts of 12 heads": Case((2, 33, 5000), (24, 2), (96, 96), {"causal": True}, kernel=PARTS),
+    "parts of 24 heads": Case((2, 33, 5000), (24, 1), (128, 128), kernel=PARTS),
 }
 
 
@@ -341,6 +362,7 @@ class PackedCase:
 
 
 MANY = tuple(37 * n % 400 for n in range(90))
+SHORT = tuple(13 * n % 33 for n in range(90))
 PACKED = {
     "a step of decoding": PackedCase((1, 1, 1), (3000, 5, 900), options={"causal": True}),
     "some are empty": PackedCase((3, 0, 1, 2), (2000, 100, 0, 1500), options={"causal": True}),
@@ -361,6 +383,17 @@ PACKED = {
     "parts of wide heads": PackedCase((20, 32), (4000, 9), (16, 2), 256, kernel=PARTS),
     "parts without a group": PackedCase((70, 100), (9000, 9000), (2, 2), 64, {"causal": True}, F16, PARTS),
     "parts, a softcap": PackedCase((33, 40), (5000, 6000), (16, 2), 128, {"softcap": 3.0}, kernel=PARTS),
+    # Heads that do not divide a warpgroup's rows.
+    "7 heads in tiles": PackedCase(SHORT, MANY, (28, 4), 128, {"causal": True}, kernel=HEADS),
+    "3 heads in tiles": PackedCase(SHORT, MANY, (24, 8), 96, kernel=HEADS),
+    "40 heads in tiles": PackedCase(SHORT, MANY, (40, 1), 256, {"causal": True}, kernel=HEADS),
+    "6 heads in tiles, a window": PackedCase(SHORT, MANY, (12, 2), 64, {"window_size": (50, 3)}, F16, HEADS),
+    "parts of 7": PackedCase(
+        (33, 0, 16, 40), (5000, 40, 0, 2999), (28, 4), options={"causal": True}, kernel=PARTS
+    ),
+    "parts of 12": PackedCase(
+        (33, 0, 16, 40), (5000, 40, 0, 2999), (24, 2), 64, {"causal": True}, kernel=PARTS
+    ),
 }
 
 

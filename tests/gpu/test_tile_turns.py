@@ -24,6 +24,10 @@ CASES = {
     "a softcap": Case((3, 342, 777), (16, 4), (128, 128), {"softcap": 3.0}),
     "odd head_dims": Case((1, 2098, 1400), (8, 4), (104, 72)),
     "many turns": Case((4, 1557, 300), (8, 1), (128, 128), {}, F16),
+    # Heads that do not divide a warpgroup's rows.
+    "3 heads": Case((5, 342, 777), (12, 4), (96, 96)),
+    "7 heads": Case((19, 257, 500), (7, 1), (128, 128)),
+    "12 heads of wide rows": Case((4, 260, 301), (24, 2), (256, 256)),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -41,7 +42,7 @@ SCALES = 0.5, 2.0, 3.0
 LAYOUTS = DENSE, VARLEN
 
 
-def configs_of(groups: tuple[int, ...]) -> tuple[Fp8ForwardConfig, ...]:
+def configs_of(groups: Sequence[int]) -> tuple[Fp8ForwardConfig, ...]:
     """All that may be selected with so many heads in a tile."""
     return tuple(
         select_fp8_few_queries_config(head_dim, head_dim, causal, "bfloat16", group, rows, split, layout)
@@ -66,10 +67,10 @@ def test_no_register_is_spilled() -> None:
 def test_what_is_selected() -> None:
     """Of each number of heads, and of rows of a tile; selecting validates."""
     every = configs_of((1, *GROUPS))
-    assert len({config.name for config in every}) == len(every) == 7 * len(COMPILED) // 2
+    assert len({config.name for config in every}) == len(every) == 64 * len(COMPILED) // 2
     for config in every:
         assert config.v_rows and config.lone_scales and config.takes_groups
-        assert config.tile_queries * config.group == config.tile_m
+        assert config.tile_queries == config.tile_m // 64 * (64 // config.group)
         assert config.softmax in (Softmax.EXACT, Softmax.EAGER)
     for layout, split in itertools.product(LAYOUTS, (False, True)):
         for head_dim, tiles in few_queries_tilings(layout, split).items():
@@ -95,7 +96,7 @@ def test_what_is_selected() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_no_kernel_can_be_built_from(layout: str) -> None:
     whole = select_fp8_few_queries_config(128, 128, True, "bfloat16", 8, 64, False, layout)
-    for changed in ({"group": 3}, {"group": 128}, {"group": 0}):
+    for changed in ({"group": 65}, {"group": 128}, {"group": 0}):
         with pytest.raises(ValueError, match=r"group is .* and split False, allowed"):
             validate_forward_config(replace(whole, **changed))
     for group, split in ((8, False), (1, True), (8, True)):
@@ -155,6 +156,13 @@ CASES = [
     (128, 192, False, (70, 140), 1),
     (256, 64, True, (50, 170), 1),
     (256, 128, True, (90, 170), 1),
+    # Heads that do not divide a warpgroup's rows, of which some are nobody's.
+    (64, 192, True, (31, 350), 7),
+    (80, 64, True, (43, 190), 3),
+    (128, 64, False, (9, 330), 12),
+    (128, 128, True, (29, 260), 5),
+    (256, 64, True, (5, 190), 24),
+    (256, 128, False, (3, 190), 40),
 ]
 
 
@@ -198,6 +206,11 @@ PACKED = [
     (256, 64, False, 4),
     (256, 128, True, 2),
     (208, 128, False, 1),
+    (64, 192, True, 7),
+    (128, 64, True, 3),
+    (128, 128, True, 12),
+    (256, 64, False, 5),
+    (256, 128, True, 24),
 ]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch._C._dynamo import guards
 
 from hopper_attention import (
+    cache_tiles,
     compile_cache,
     dense_again,
     descaled_again,
@@ -59,6 +60,7 @@ from hopper_attention.launch import (
     varlen,
     widen,
 )
+from hopper_attention.launch import cache_tiles as launch_of_tiles
 from hopper_attention.layout import TMA_BYTES
 
 Serving = TypeVar("Serving", bound=Any)
@@ -73,6 +75,7 @@ REMEMBERING = (
     append,
     backward,
     cache_copy,
+    cache_tiles,
     combine,
     copies,
     decode,
@@ -90,6 +93,7 @@ REMEMBERING = (
     kvcache,
     kvcache_again,
     kvcache_schedule,
+    launch_of_tiles,
     merge,
     packed_at_once,
     packed_descaled_again,

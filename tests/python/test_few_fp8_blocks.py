@@ -246,14 +246,14 @@ def test_what_the_kernel_is_given(kernels: Kernels, call: Any) -> None:
         assert rows_q == (1 if sizes[1] > 1 else ALL_ROWS) and scale == 0.125
         assert rows_k == (parts.k.block if parts.k.block < sizes[2] else ALL_ROWS)
         assert (first is out) == (few.splits == 1)
-    # The LSE is that of other kernels.
+    # An LSE that need not be exact is theirs too, an exact one that of other kernels.
     config = kernels.calls[-1]["config"]
-    flags = False, None, False, 0, FULL_SIDES, False
-    launchers = [launch_for(parts, *flags, without_lse) for without_lse in (True, False)]
-    assert isinstance(launchers[0], Fp8HopperLauncher) and launchers[0].splits == few.splits
-    assert (
-        isinstance(launchers[1], Fp8HopperLauncher) and launchers[1].splits == 1 and not launchers[1].combine
-    )
+    flags = False, None, False, 0, FULL_SIDES
+    kinds = (False, True), (False, False), (True, False)
+    launchers = [launch_for(parts, *flags, *exact_and_without) for exact_and_without in kinds]
+    for launcher, splits in zip(launchers, (few.splits, few.splits, 1), strict=True):
+        assert isinstance(launcher, Fp8HopperLauncher) and launcher.splits == splits
+        assert len(launcher.combine) == (splits > 1)
     assert launchers[0].num_ctas == SMS * config.ctas_per_sm
 
 

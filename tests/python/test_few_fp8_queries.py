@@ -132,9 +132,9 @@ MANY_KEYS, MANY_TILES = ((1, 40, 20_000), (8, 2)), ((64, 16, 1000), (32, 4))
     [
         *((MANY_KEYS, head_dim, 4, (16, 44)) for head_dim in (64, 80, 128, 256)),
         *((MANY_TILES, head_dim, 8, (1, 1)) for head_dim in (64, 80, 128, 256)),
-        # 12 query heads share a K/V head, which divide no warpgroup's rows.
-        (((64, 16, 1000), (48, 4)), 128, 1, (1, 1)),
-        (((1, 40, 20_000), (24, 2)), 128, 1, (5, 11)),
+        # 12 query heads share a K/V head, which do not divide a warpgroup's rows.
+        (((64, 16, 1000), (48, 4)), 128, 12, (1, 1)),
+        (((1, 40, 20_000), (24, 2)), 128, 12, (12, 20)),
         # A single query of many heads.
         (((64, 1, 4096), (32, 8)), 128, 4, (1, 1)),
         (((1, 1, 100_000), (64, 1)), 128, 64, (32, MOST_PARTS)),

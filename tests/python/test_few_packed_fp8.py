@@ -415,8 +415,9 @@ def few_of(
     [
         ((1, 40, 20_000), (8, 2), 4),
         ((3, 70, 30_000), (4, 1), 4),
-        # 12 query heads share a K/V head, which divide no warpgroup's rows.
-        ((1, 40, 20_000), (24, 2), 1),
+        # 12 query heads share a K/V head, which do not divide a warpgroup's rows; nor do 7.
+        ((1, 40, 20_000), (24, 2), 12),
+        ((3, 30, 20_000), (28, 4), 7),
         ((1, 1, 100_000), (64, 1), 64),
         ((64, 16, 1000), (32, 4), 8),
     ],

@@ -213,7 +213,7 @@ def test_what_is_not_read_where_it_lies(name: str) -> None:
 def test_explain_says_that_nothing_is_copied(case: CacheCase, path: str) -> None:
     plan = explain_kvcache(**case.build(torch.bfloat16), device_capability=(9, 0))
     assert plan.path == path and plan.steps == () and path in str(plan)
-    assert [text.split(":")[0] for text in plan.refused] == ["decode", "mla"] * (path == "paged")
+    assert [text.split(":")[0] for text in plan.refused] == ["decode", "mla", "tiles"] * (path == "paged")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=["16 bits", "e4m3"])

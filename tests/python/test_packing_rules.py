@@ -58,24 +58,28 @@ def test_a_cache_is_not_copied_because_of_a_hint() -> None:
 
 
 def test_what_is_chosen() -> None:
-    """As many rows as a tile has are packed; more where that leaves fewer tiles, or fills the GPU."""
+    """As many rows as a tile has are packed; more by the forward kernel, where that leaves fewer tiles or parts fill
+    the GPU."""
     for tokens in (1, 4, 16):
         assert plan(tokens, batch=64).path == "decode"
-    for tokens in (17, 32, 64):
-        assert plan(tokens, batch=64).path == "decode"
-    for tokens, reason in (
-        (512, "decode: a sequence may have 512 queries, which fill tiles of the forward kernel; "),
-        (
-            128,
-            "decode: 512 query rows share a K/V head, and by count its tiles take 1.4 times as long as those of the ",
-        ),
-    ):
-        full = plan(tokens, batch=64)
-        assert full.path == "paged" and full.refused[0].startswith(reason)
-        assert full.refused[0].endswith("; pack_gqa=True packs them all the same")
+    for tokens in (17, 32):
+        packed = plan(tokens, batch=64)
+        assert (
+            packed.path == "tiles" and isinstance(packed.config, ForwardConfig) and packed.config.group == 4
+        )
+        assert packed.refused[0] == "decode: by count tiles of the forward kernel take less time"
+    full = plan(128, batch=64)
+    assert full.path == "paged" and full.refused[0] == "decode: by count a tile for each head takes less time"
+    full = plan(512, batch=64)
+    reason = "decode: a sequence may have 512 queries, which fill tiles of the forward kernel; "
+    assert full.path == "paged" and full.refused[0] == f"{reason}pack_gqa=True packs them all the same"
     # One sequence has 32 tiles of the forward kernel, of which each would walk over all keys.
-    assert plan(128, batch=1).path == "decode"
+    alone = plan(128, batch=1)
+    assert alone.path == "tiles" and isinstance(alone.config, ForwardConfig) and alone.config.split
     assert plan(128, batch=16).path == "paged"
+    # Beyond what tiles are counted for a window has, the decode kernel's own count decides.
+    reason = "decode: 512 query rows share a K/V head, and by count its tiles take 1.4 times as long as those of the "
+    assert plan(128, batch=64, window_size=(4096, 0)).refused[0].startswith(reason)
 
 
 def test_what_is_chosen_on_e4m3() -> None:

@@ -162,8 +162,9 @@ def config_of(
         ((32, 33, 400), (64, 16), 64, 4),
         ((70, 9, 130), (64, 1), 128, 64),
         ((64, 6, 5), (64, 4), 128, 16),
-        # 12 query heads share a K/V head, which divide no warpgroup's rows.
-        ((64, 100, 512), (48, 4), 128, 1),
+        # 12 query heads share a K/V head, which do not divide a warpgroup's rows; nor do 7.
+        ((64, 100, 512), (48, 4), 128, 12),
+        ((64, 17, 512), (28, 4), 128, 7),
     ],
 )
 def test_several_heads_in_a_tile(

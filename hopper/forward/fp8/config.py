@@ -232,7 +232,8 @@ class Fp8ForwardConfig(ForwardConfig):
     def has_short_beginnings(self) -> bool:
         """Whether a tile's first block of K is loaded before its Q, and the block of Q's scale found without a
         division: it gains where tiles are short, which causal ones are."""
-        return self.o_from_registers and self.causal and not self.split and self.group == 1
+        is_bare = not self.split and self.group == 1 and not self.page_box
+        return self.o_from_registers and self.causal and is_bare
 
     @property
     def has_block_divisor(self) -> bool:
@@ -353,6 +354,10 @@ class Fp8ForwardConfig(ForwardConfig):
             )
         if self.run_blocks or self.mean_blocks:
             _validate_runs(self)
+        if self.page_box and not (self.v_rows and self.lone_scales and not self.window):
+            raise ValueError(
+                f"page_box is {self.page_box}, allowed without v_rows and lone_scales, or with a window: 0"
+            )
 
 
 def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:

@@ -12,6 +12,7 @@ from hopper.forward.fp8.kv_source import (
     TransposedTma,
     TransposingRows,
 )
+from hopper.forward.fp8.paged import PagedTransposingRows
 from hopper.forward.fp8.precision import BlockScaled
 from hopper.forward.fp8.scales import Runs
 from hopper.forward.kernel import ForwardKernel
@@ -29,7 +30,9 @@ class Fp8ForwardKernel(ForwardKernel):
     """
 
     def __init__(self, config: Fp8ForwardConfig):
-        if config.layout == VARLEN:
+        if config.page_box:
+            source = PagedTransposingRows
+        elif config.layout == VARLEN:
             source = PackedTransposingRows if config.v_rows else PackedTransposedTma
         else:
             source = TransposingRows if config.v_rows else TransposedTma
@@ -137,6 +140,44 @@ class GeneralFp8ForwardKernel(Fp8ForwardKernel):
             extras=(q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k),
             plan=(plan, sequences) if const_expr(self.config.layout == VARLEN) else (),
             window=sides_of(self.config, window_left, window_right, attention_chunk),
+        )
+        tensors = PerOperand(mQ, mK, mV, mO)
+        self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
+
+
+class PagedFp8ForwardKernel(Fp8ForwardKernel):
+    """``Fp8ForwardKernel`` of packed queries on keys and values in the pages of a cache, whose heads have a scale each,
+    without a window."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        o_scale: cute.Tensor,
+        mean_v: cute.Tensor,
+        softmax_scale: Float32,
+        plan: cute.Tensor,
+        sequences: Int32,
+        page_table: cute.Tensor,
+        leftpad: cute.Tensor,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. mQ and mO are (total, heads, head_dim), mK and mV (pages, page_size, kv_heads, head_dim);
+        ``page_table`` and ``leftpad`` are those of ``Pages``."""
+        no_blocks = Int32(0), Int32(0)
+        options = LaunchOptions(
+            extras=(q_scale, k_scale, v_scale, o_scale, mean_v, *no_blocks),
+            plan=(plan, sequences),
+            pages=(page_table, leftpad),
         )
         tensors = PerOperand(mQ, mK, mV, mO)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)

@@ -5,12 +5,14 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.pipeline import Agent, CooperativeGroup, PipelineAsync, PipelineTmaAsync
 
 from cute_kernels.dtypes import DSL_DTYPES
+from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.tile_scheduler import MAILBOX_STAGES
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, V_ROW_STAGES
 from hopper.forward.fp8.transpose import PRODUCER_WARPS, VTransposer
@@ -87,6 +89,9 @@ class TransposingRows(TransposedTma):
         size = c.tile_n * c.head_dim_v * c.element_bytes
         return (self._tma_pipeline(storage.barriers_rows, V_ROW_STAGES, warps, size),)
 
+    def _make_loads(self, work: Work, producer: Producer, transposer: VTransposer) -> "BlockLoads":
+        return BlockLoads(producer, transposer)
+
     @cute.jit
     def produce(self, work: Work, producer: Producer, storage: Any, warp: Int32):
         """All warps transpose; the first one also claims tiles, and loads a block ahead of the transposition."""
@@ -99,6 +104,7 @@ class TransposingRows(TransposedTma):
         )
         sVt = storage.sV.get_tensor(layout.outer, swizzle=layout.inner)
         transposer = VTransposer(self.config, v, sVt, producer.pipes, warp)
+        loads = self._make_loads(work, producer, transposer)
         loading, receiving = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
         k_state = pipeline.make_pipeline_state(loading, stages)
         v_state = pipeline.make_pipeline_state(loading, stages)
@@ -115,28 +121,31 @@ class TransposingRows(TransposedTma):
             blocks = work.key_blocks(m_block, head, batch)
             if const_expr(self.config.o_from_registers):
                 # The place of the rows is free before the last Q K^T of the tile before has read Q and K.
-                if warp == 0:
-                    transposer.load(head_kv, blocks.seqlens, blocks.last, load_state)
+                if loads.is_due():
+                    loads.enter_tile(batch, blocks)
+                    loads.load_rows(head_kv, blocks.seqlens, blocks.last, load_state)
                     if const_expr(self.config.has_short_beginnings):
                         producer.load_first((m_block, head), head_kv, blocks, k_state, q_phase)
                     else:
-                        producer.load_queries(m_block, head, blocks.seqlens, q_phase)
-                        producer.load_keys(head_kv, blocks.seqlens, blocks.last, k_state)
+                        loads.load_queries(m_block, head, blocks.seqlens, q_phase)
+                        loads.load_keys(head_kv, blocks.seqlens, blocks.last, k_state)
+                    loads.leave_block(blocks.last)
             else:
-                if warp == 0:
+                if loads.is_due():
+                    loads.enter_tile(batch, blocks)
                     for _ in producer.pipes.o:
                         # Its place is free so much later that it would come from L2 as soon.
-                        transposer.fetch(head_kv, blocks.seqlens, blocks.last)
-                    producer.load_queries(m_block, head, blocks.seqlens, q_phase)
+                        loads.fetch_rows(head_kv, blocks.seqlens, blocks.last)
+                    loads.load_queries(m_block, head, blocks.seqlens, q_phase)
                 # Q and K of a tile are loaded while O of the one before leaves the place of the rows.
                 o_states = tuple(o_state(q_phase) for _ in producer.pipes.o)
                 states = (k_state, load_state, *o_states)
-                load_ahead(producer, transposer, head_kv, blocks, blocks.last, states)
+                load_ahead(loads, head_kv, blocks, blocks.last, states)
             for step in cutlass.range(blocks.count, unroll=1):
                 k_state.advance()
                 load_state.advance()
                 n_block = blocks.end - 2 - step
-                load_ahead(producer, transposer, head_kv, blocks, n_block, (k_state, load_state))
+                load_ahead(loads, head_kv, blocks, n_block, (k_state, load_state))
                 transposer.transpose(rows_state, v_state)
                 rows_state.advance()
                 v_state.advance()
@@ -150,29 +159,59 @@ class TransposingRows(TransposedTma):
             work.scheduler.finish()
 
 
+class BlockLoads(LoopInvariant):
+    """Issues the loads of Q, K and the rows of V, block by block; by one warp."""
+
+    def __init__(self, producer: Producer, transposer: VTransposer):
+        self.producer, self.transposer = producer, transposer
+
+    def is_due(self) -> Boolean:
+        """Whether it is for this warp to load; the other methods are for such warps."""
+        return self.transposer.warp == 0
+
+    def enter_tile(self, batch: Int32, blocks: KeyBlocks):
+        """Before the loads of a tile."""
+
+    def load_queries(self, m_block: Int32, head: Int32, seqlens: SeqlenInfo, q_turn: Int32):
+        self.producer.load_queries(m_block, head, seqlens, q_turn)
+
+    def load_keys(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState):
+        self.producer.load_keys(head_kv, seqlens, n_block, state)
+
+    def load_rows(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: pipeline.PipelineState):
+        self.transposer.load(head_kv, seqlens, n_block, state)
+
+    def fetch_rows(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32):
+        """Have the rows of a block come to L2."""
+        self.transposer.fetch(head_kv, seqlens, n_block)
+
+    def leave_block(self, n_block: Int32):
+        """Behind both loads of a block."""
+
+
 @cute.jit
 def load_ahead(
-    producer: Producer,
-    transposer: VTransposer,
+    loads: BlockLoads,
     head_kv: Int32,
     blocks: KeyBlocks,
     n_block: Int32,
     states: tuple,
 ):
-    """The first warp loads K and the rows of V of a block, if there is one; the others leave it to that warp.
+    """Load K and the rows of V of a block, if there is one, by the warps for which it is.
 
     ``states`` are those of K, of the rows, and that of O where the rows have to wait for it.
     """
     k_state, rows_state, *o_states = states
-    rows_first = transposer.config.o_from_registers
-    if transposer.warp == 0 and n_block >= blocks.begin:
+    rows_first = loads.transposer.config.o_from_registers
+    if loads.is_due() and n_block >= blocks.begin:
         if const_expr(rows_first):
-            transposer.load(head_kv, blocks.seqlens, n_block, rows_state)
-        producer.load_keys(head_kv, blocks.seqlens, n_block, k_state)
-        for pipe, state in zip(producer.pipes.o, o_states, strict=False):
+            loads.load_rows(head_kv, blocks.seqlens, n_block, rows_state)
+        loads.load_keys(head_kv, blocks.seqlens, n_block, k_state)
+        for pipe, state in zip(loads.producer.pipes.o, o_states, strict=False):
             pipe.producer_acquire(state)
         if const_expr(not rows_first):
-            transposer.load(head_kv, blocks.seqlens, n_block, rows_state)
+            loads.load_rows(head_kv, blocks.seqlens, n_block, rows_state)
+        loads.leave_block(n_block)
 
 
 class PackedTransposedTma(FoundTiles, TransposedTma):

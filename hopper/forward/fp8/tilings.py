@@ -18,7 +18,15 @@ from hopper.config import (
 )
 from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.native import BETWEEN, Native, fitted, native_of, native_size, with_used_columns
-from hopper.forward.tilings import ANY_LENGTH, MANY_TILES, PACKED_SEQLEN, Tiling, tiling
+from hopper.forward.tilings import (
+    ANY_LENGTH,
+    END_TO_END,
+    MANY_TILES,
+    PACKED_SEQLEN,
+    Tiling,
+    box_of_pages,
+    tiling,
+)
 
 ONE_CONSUMER_TRANSPOSING = Registers(consumer=192, producer=64)
 """Of each of two CTAs an SM."""
@@ -444,10 +452,12 @@ def select_fp8_few_queries_config(
     tile_rows: int,
     split: bool,
     layout: str = DENSE,
+    page_rows: int = END_TO_END,
 ) -> Fp8ForwardConfig:
     """The config for few queries of e4m3, dense or packed by ``layout``, V in rows and one scale for all keys of a
     head, and for the queries of ``group`` heads, which stand in the ``tile_rows`` rows of a tile. With ``split``
-    several CTAs visit parts of a tile's keys.
+    several CTAs visit parts of a tile's keys. ``page_rows`` are those of ``hopper.forward.tilings.PAGE_ROWS`` that are
+    known of the pages of a cache, where packed queries attend to one.
 
     Raises:
         ValueError: a head dimension is too large, or no tile has ``group`` heads.
@@ -455,7 +465,8 @@ def select_fp8_few_queries_config(
     native = native_size(max(head_dim, head_dim_v))
     tiles = few_queries_tilings(layout, split)[native.tiles]
     built = replace(build(tiles[tile_rows], native, causal, output), layout=layout)
-    config = replace(with_lone_scales(built), group=group, split=split)
+    box = box_of_pages(built.tile_n, page_rows)
+    config = replace(with_lone_scales(built), group=group, split=split, page_box=box)
     config = with_used_columns(config, head_dim, head_dim_v)
     validate_forward_config(config)
     return config

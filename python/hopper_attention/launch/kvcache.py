@@ -21,6 +21,7 @@ from hopper_attention.kvcache_rules import choose_path
 from hopper_attention.launch.append import append as append_by_kernel
 from hopper_attention.launch.base import REMEMBERED_CALLS, count_ctas, index_of
 from hopper_attention.launch.cache_copy import copy_in_16_bits
+from hopper_attention.launch.cache_tiles import find_tiles
 from hopper_attention.launch.decode import attend_by, find_decode, full_lengths, is_aligned, table_of
 from hopper_attention.launch.paged_forward import paged_forward
 from hopper_attention.launch.qv import QvInputs, run_packed_qv
@@ -257,10 +258,15 @@ def attend_in_general(call: CacheCall, tensors: CacheTensors, scores: Scores) ->
         # By the forward kernel, which ``explain_kvcache`` names for this way.
         launch = find_varlen_launch(specs, specs_of(lengths), *of_kind)
         out, lse = run_by(launch, (q, k, v), lengths, call.softmax_scale, call.wants_lse, sides, scores)
-    out = out.view(shape.out_shape)
+    return _as_returned(call, out, lse)
+
+
+def _as_returned(call: CacheCall, out: Tensor, lse: Tensor) -> Results:
+    """Results of packed sequences as an ``Attend`` has them."""
+    shape = call.shape
     if call.wants_lse and not shape.is_packed_q:
         lse = lse.view(shape.heads, shape.batch, shape.seqlen_q).transpose(0, 1).contiguous()
-    return out, lse
+    return out.view(shape.out_shape), lse
 
 
 def attend_by_decode(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
@@ -318,7 +324,18 @@ def attend_to_pages(call: CacheCall, tensors: CacheTensors, scores: Scores) -> R
     )
 
 
+def attend_by_tiles(call: CacheCall, tensors: CacheTensors, scores: Scores) -> Results:
+    """By the forward kernels with tiles of several heads, or keys in parts."""
+    if not is_aligned(tensors):
+        return attend_in_general(call, tensors, scores)
+    if tensors.cache_leftpad is not None:
+        tensors = tensors._replace(cache_seqlens=_lengths_of_keys(call.shape, tensors).int())
+    out, lse = find_tiles(call)(call, tensors)
+    return _as_returned(call, out, lse)
+
+
 PATHS: dict[str, Attend] = {
+    "tiles": attend_by_tiles,
     "decode": attend_by_decode,
     "mla": attend_by_decode,
     "paged": attend_to_pages,

@@ -1,0 +1,179 @@
+"""Calls on a cache that the forward kernels serve with the query heads of a K/V head as the rows of a tile, and keys in
+parts: whether, and by which tiles.
+
+The decode kernel shares keys out evenly, whatever the lengths are, and serves few query rows best. From some number on
+it starts late and multiplies slowly, and takes e4m3 queries in 16 bits. The forward kernels read a cache where it lies
+as well, and multiply e4m3 by e4m3. So both are counted, as for few queries without a cache (``few_queries``): here no
+sequence is known to be shorter than the cache has room for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from cute_kernels.plan.config import MAX_PACKED_ROWS
+from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
+from hopper.config import WARPGROUP_ROWS
+from hopper_attention.checks import FP8_DTYPE
+from hopper_attention.decode_rules import select_decode, why_not_on_hopper
+from hopper_attention.few_e4m3_times import FEW_CACHED, swapped_cost
+from hopper_attention.few_queries import (
+    NOT_FEW,
+    FewQueries,
+    contiguous_spec,
+    fastest_forward,
+    groups_of,
+    has_e4m3_tiles,
+    longest_alike,
+    tiles_in_e4m3,
+)
+from hopper_attention.few_queries_times import CACHE_DECODE, NO_TIMES, decode_cost, forward_cost
+from hopper_attention.kvcache_checks import CacheCall
+from hopper_attention.launch.base import REMEMBERED_CALLS
+from hopper_attention.launch.paged_forward import page_rows_of_cache, why_not_in_place
+from hopper_attention.masks import FULL_SIDES, NO_MASK
+from hopper_attention.packing_rules import MOST_QUERIES
+from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem
+from hopper_attention.scores import PLAIN
+
+PAGED, NARROW = 1.15, 1.2
+"""In 16 bits: time of tiles on pages, and at head_dim 64, where whole tiles have 192 rows, over the count
+(``cache_tiles.json``)."""
+
+DECODE_TAKES_LESS = "by count the decode kernel takes less time"
+HEADS_TAKE_LESS = "by count a tile for each head takes less time"
+COUNTED = DECODE_TAKES_LESS, HEADS_TAKE_LESS
+"""What speaks for other kernels where all are counted."""
+
+
+def why_not_tiles(call: CacheCall, backend: str) -> str:
+    """What keeps such tiles from a call, or speaks for another kernel; empty if nothing does."""
+    shape = call.shape
+    if backend != "hopper":
+        return f"its kernels are for Hopper GPUs, and the backend is {backend}"
+    if not shape.has_keys or not shape.has_queries or not shape.seqlen_q:
+        return "there is no query or no key"
+    if shape.batch * shape.capacity > MAX_PACKED_ROWS or shape.capacity > MAX_SEQLEN:
+        return f"the cache has room for {shape.batch} x {shape.capacity} keys, of which it counts {MAX_PACKED_ROWS}"
+    if shape.has_qv or call.scores != PLAIN or call.mask.sides != FULL_SIDES:
+        return "there is a qv or a window, or something is done to scores"
+    if shape.dtype != shape.cache_dtype:
+        return f"the cache has dtype {shape.cache_dtype} and q {shape.dtype}, which are multiplied in 16 bits"
+    pages = pages_of_a_sequence(call)
+    if shape.has_leftpad and pages > 1:
+        return "there is a leftpad, which its kernels take for caches of one page a sequence"
+    reason = why_not_in_place(*shape.caches, pages)
+    if reason:
+        return reason
+    return _why_not_codes(call) if shape.is_fp8_cache else _why_not_16_bits(call)
+
+
+def _why_not_codes(call: CacheCall) -> str:
+    shape = call.shape
+    if not has_e4m3_tiles(shape):
+        return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v} is no multiple of 16 up to {MAX_HEAD_DIM}"
+    if shape.has_scales_of_rows:
+        return f"scales are by {shape.scales}, and its kernel takes one for each head of a sequence"
+    if call.wants_lse:
+        return "the LSE is wanted, and that of FP8 scores is not exact"
+    return _by_count(call)
+
+
+def _why_not_16_bits(call: CacheCall) -> str:
+    shape = call.shape
+    if max(shape.head_dim, shape.head_dim_v) > MAX_HEAD_DIM:
+        return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v} is above {MAX_HEAD_DIM}"
+    if shape.seqlen_q == 1 or shape.seqlen_q > MOST_QUERIES:
+        return f"a sequence has {shape.seqlen_q} queries, and tiles are counted for 2 to {MOST_QUERIES}"
+    if call.pack_gqa:
+        return "pack_gqa is True, and the decode kernel packs heads of any number"
+    return _by_count(call)
+
+
+def _by_count(call: CacheCall) -> str:
+    few = tiles_of(call)
+    if few.call is not None:
+        return DECODE_TAKES_LESS
+    return HEADS_TAKE_LESS if few == NOT_FEW else ""
+
+
+def tiles_of(call: CacheCall) -> FewQueries:
+    """Those that take least time by count, or the decode kernel, for a call in which all is of one dtype, and for all
+    whose keys are served alike (``few_queries.LENGTHS``)."""
+    shape = call.shape
+    longest, caches = longest_alike(shape.seqlen_k), shape.caches
+    if not shape.is_paged:
+        k, v = ((shape.pages, longest, *x.shape[2:]) for x in caches)
+        caches = (
+            contiguous_spec(k, shape.cache_dtype, shape.device),
+            contiguous_spec(v, shape.cache_dtype, shape.device),
+        )
+    alike = replace(shape, caches=caches, capacity=longest, seqlen_k=longest, total_new=0)
+    if shape.is_paged:
+        alike = replace(alike, capacity=shape.capacity)
+    return _tiles_of(replace(call, shape=alike, softmax_scale=1.0))
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def _tiles_of(call: CacheCall) -> FewQueries:
+    """``tiles_of`` of all calls that are served alike."""
+    shape = call.shape
+    # A single query is the last, and sees all keys under a causal mask.
+    call = replace(call, mask=NO_MASK) if shape.seqlen_q == 1 and not call.mask.has_window else call
+    packed, keys = replace(shape, is_packed_q=True), float(shape.seqlen_k)
+    is_decoded = not why_not_on_hopper(call)
+    if shape.dtype == FP8_DTYPE:
+        found = tiles_in_e4m3(packed, keys, _groups_of(call), FEW_CACHED)
+        if call.num_splits == 1:
+            found = [(cost, few) for cost, few in found if few.splits == 1]
+        if is_decoded and select_decode(call).is_swapped:
+            found.append((swapped_cost(shape, keys), FewQueries(call)))
+        return min(found, key=lambda each: each[0])[1]
+    few = fastest_forward(replace(call, shape=packed), keys, _groups_of(call))
+    if not is_decoded or call.pack_gqa is False:
+        return few
+    config = select_decode(call)
+    times = NO_TIMES if call.has_one_length else CACHE_DECODE
+    of_decode = decode_cost(call, keys, config.tile_m, config.is_widened, times)
+    of_tiles = forward_cost(packed, keys, few.group, few.splits)
+    of_tiles *= (PAGED if shape.is_paged else 1.0) * (NARROW if shape.head_dim <= WARPGROUP_ROWS else 1.0)
+    return FewQueries(call) if of_decode <= of_tiles else few
+
+
+def _groups_of(call: CacheCall) -> tuple[int, ...]:
+    """Those of ``groups_of`` that ``pack_gqa`` allows."""
+    allowed = groups_of(call.shape)
+    return allowed if call.pack_gqa is None else allowed[-1:] if call.pack_gqa else allowed[:1]
+
+
+def pages_of_a_sequence(call: CacheCall) -> int:
+    shape = call.shape
+    return shape.capacity // shape.page_size if shape.is_paged else 1
+
+
+def page_rows_of_call(call: CacheCall) -> int:
+    """``AttentionProblem.page_rows`` of the cache of a call."""
+    shape = call.shape
+    is_plain = not (shape.is_paged or shape.has_batch_idx or shape.has_leftpad)
+    return page_rows_of_cache(*shape.caches, pages_of_a_sequence(call), is_plain=is_plain)
+
+
+def problem_of_tiles(call: CacheCall, few: FewQueries) -> AttentionProblem | Fp8AttentionProblem:
+    """What decides on the kernel of a call that is served as ``few`` says."""
+    shape, page_rows = call.shape, page_rows_of_call(call)
+    causal = call.mask.causal and shape.seqlen_q > 1
+    if shape.dtype == FP8_DTYPE:
+        problem = few.e4m3_problem((shape.head_dim, shape.head_dim_v), causal, is_packed=True)
+        return replace(problem, page_rows=page_rows)
+    return AttentionProblem(
+        shape.dtype,
+        shape.dtype,
+        shape.head_dim,
+        shape.head_dim_v,
+        causal,
+        is_packed=True,
+        page_rows=page_rows,
+        group=few.group,
+        split_rows=few.split_rows,
+    )
