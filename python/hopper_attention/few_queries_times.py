@@ -114,7 +114,7 @@ def forward_cost(shape: CacheShape, mean_k: float, group: int = 1, splits: int =
     wide, rows = shape.head_dim / COLUMNS, rows_of_queries(shape.seqlen_q, group)
     is_high = splits > 1 and rows > FORWARD_ROWS and max(shape.head_dim, shape.head_dim_v) <= WARPGROUP_ROWS
     tile_m = HIGH_ROWS if is_high else FORWARD_ROWS
-    tiles = shape.batch * heads * -(-rows // tile_m) * splits
+    tiles = heads * _tiles_of_head(shape, group, tile_m) * splits
     turns = -(-tiles // MULTIPROCESSORS)
     # Warpgroups without a query leave tiles that are in one part.
     is_half = rows <= WARPGROUP_ROWS and splits == 1
@@ -133,8 +133,16 @@ def best_splits(shape: CacheShape, mean_k: float, group: int) -> int:
     """The number of parts that takes least time, of those that fill the multiprocessors once, twice or three times, or
     nearly: trying all would take a call longer than what it gains."""
     most = min(MOST_SPLITS, shape.seqlen_k // LEAST_KEYS, MOST_SEQUENCES // shape.batch)
-    tiles = shape.batch * (shape.heads // group) * -(-rows_of_queries(shape.seqlen_q, group) // FORWARD_ROWS)
+    tiles = shape.heads // group * _tiles_of_head(shape, group, FORWARD_ROWS)
     filling = (turns * MULTIPROCESSORS / tiles for turns in (1, 2, 3))
     tried = {1, *(min(int(number * share), most) for number in filling for share in (0.5, 0.75, 1.0))}
     numbers = sorted(number for number in tried if number >= 1)
     return min(numbers, key=lambda splits: forward_cost(shape, mean_k, group, splits))
+
+
+def _tiles_of_head(shape: CacheShape, group: int, tile_m: int) -> int:
+    """Of all sequences, at most: ``seqlen_q`` is a bound where they are packed."""
+    tiles = shape.batch * -(-rows_of_queries(shape.seqlen_q, group) // tile_m)
+    if shape.is_packed_q:
+        tiles = min(tiles, shape.batch + rows_of_queries(shape.total_q, group) // tile_m)
+    return tiles

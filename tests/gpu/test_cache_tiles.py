@@ -257,7 +257,7 @@ def codes(group: int, splits: int = 1, tile_rows: int = 64, **options: Any) -> C
     return Case(few, heads=(2 * group, 2), dtype=FP8, **options)
 
 
-PACKED: dict[str, Any] = {"queries": (40, 0, 33, 300), "behind": 5}
+PACKED: dict[str, Any] = {"queries": (40, 0, 33, 250), "behind": 5}
 ONE_ROW: dict[str, Any] = {"page_size": 0, "pads": (7, 5, 0, 100)}
 IN_16_BITS = {
     "4 heads, end to end": heads(4, page_size=0),
@@ -393,5 +393,8 @@ def test_what_count_chooses(page_size: int, dtype: torch.dtype) -> None:
     drawn, wants_lse = draw(case, "cuda"), dtype != FP8
     plan = explain_kvcache(**drawn.given, return_softmax_lse=wants_lse)
     config: Any = plan.config
-    assert plan.path == "tiles" and config.split
+    if page_size and dtype == BF16:
+        assert plan.path == "decode"
+    else:
+        assert plan.path == "tiles" and config.split
     assert wrong_results(case, drawn, *results_of(drawn.given, wants_lse)) == []
