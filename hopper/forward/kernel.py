@@ -478,10 +478,12 @@ class ForwardKernel:
 
     def _rows_of(self, row: Int32, place: TilePlace) -> tuple[Int32, ...]:
         """The thread's rows of a tile, of which ``row`` is the first; behind the last of a query that one again, where
-        tiles have rows of one head."""
-        rows = tuple(row + r * ROW_STRIDE for r in range(ROWS_PER_THREAD))
-        last_row = place.seqlens.seqlen_q - 1
-        return rows if self.config.group > 1 else tuple(cutlass.min(each, last_row) for each in rows)
+        none is nobody's."""
+        rows, group = tuple(row + r * ROW_STRIDE for r in range(ROWS_PER_THREAD)), self.config.group
+        if WARPGROUP_ROWS % group:
+            return rows
+        last_row = place.seqlens.seqlen_q * group - 1
+        return tuple(cutlass.min(each, last_row) for each in rows)
 
     def _blocks_of_warpgroup(self, blocks: KeyBlocks, wg: Int32) -> KeyBlocks:
         """Those of the tile's ``blocks`` that a warpgroup visits: all, but for warpgroups that walk apart."""

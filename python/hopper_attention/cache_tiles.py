@@ -28,7 +28,13 @@ from hopper_attention.few_queries import (
     longest_alike,
     tiles_in_e4m3,
 )
-from hopper_attention.few_queries_times import CACHE_DECODE, NO_TIMES, decode_cost, forward_cost
+from hopper_attention.few_queries_times import (
+    CACHE_DECODE,
+    CACHE_FORWARD,
+    NO_TIMES,
+    decode_cost,
+    forward_cost,
+)
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.paged_forward import page_rows_of_cache, why_not_in_place
@@ -40,6 +46,9 @@ from hopper_attention.scores import PLAIN
 PAGED, NARROW = 1.15, 1.2
 """In 16 bits: time of tiles on pages, and at head_dim 64, where whole tiles have 192 rows, over the count
 (``cache_tiles.json``)."""
+
+MOST_COUNTED = 1024
+"""Queries of a sequence in 16 bits: of more, a tile for each head fills what there is."""
 
 DECODE_TAKES_LESS = "by count the decode kernel takes less time"
 HEADS_TAKE_LESS = "by count a tile for each head takes less time"
@@ -84,8 +93,8 @@ def _why_not_16_bits(call: CacheCall) -> str:
     shape = call.shape
     if max(shape.head_dim, shape.head_dim_v) > MAX_HEAD_DIM:
         return f"head_dim {shape.head_dim} or head_dim_v {shape.head_dim_v} is above {MAX_HEAD_DIM}"
-    if shape.seqlen_q == 1 or shape.seqlen_q > MOST_QUERIES:
-        return f"a sequence has {shape.seqlen_q} queries, and tiles are counted for 2 to {MOST_QUERIES}"
+    if not 1 < shape.seqlen_q <= MOST_COUNTED:
+        return f"a sequence has {shape.seqlen_q} queries, and tiles are counted for 2 to {MOST_COUNTED}"
     if call.pack_gqa:
         return "pack_gqa is True, and the decode kernel packs heads of any number"
     return _by_count(call)
@@ -130,13 +139,13 @@ def _tiles_of(call: CacheCall) -> FewQueries:
         if is_decoded and select_decode(call).is_swapped:
             found.append((swapped_cost(shape, keys), FewQueries(call)))
         return min(found, key=lambda each: each[0])[1]
-    few = fastest_forward(replace(call, shape=packed), keys, _groups_of(call))
-    if not is_decoded or call.pack_gqa is False:
+    few = fastest_forward(replace(call, shape=packed), keys, _groups_of(call), CACHE_FORWARD)
+    if not is_decoded or call.pack_gqa is False or shape.seqlen_q > MOST_QUERIES:
         return few
     config = select_decode(call)
     times = NO_TIMES if call.has_one_length else CACHE_DECODE
     of_decode = decode_cost(call, keys, config.tile_m, config.is_widened, times)
-    of_tiles = forward_cost(packed, keys, few.group, few.splits)
+    of_tiles = forward_cost(packed, keys, few.group, few.splits, CACHE_FORWARD)
     of_tiles *= (PAGED if shape.is_paged else 1.0) * (NARROW if shape.head_dim <= WARPGROUP_ROWS else 1.0)
     return FewQueries(call) if of_decode <= of_tiles else few
 

@@ -30,7 +30,7 @@ from hopper_attention.few_e4m3_times import (
     swapped_cost,
     usual_cost,
 )
-from hopper_attention.few_queries_times import best_splits, decode_cost, forward_cost
+from hopper_attention.few_queries_times import ForwardTimes, best_splits, decode_cost, forward_cost
 from hopper_attention.fp8_rules import HEAD_DIM_STEP
 from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_shape
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS
@@ -172,18 +172,22 @@ def groups_of(shape: CacheShape) -> tuple[int, ...]:
     return (1, whole) if whole in GROUPS else (1,)
 
 
-def fastest_forward(call: CacheCall, mean_k: float, groups: Iterable[int] = ()) -> FewQueries:
+def fastest_forward(
+    call: CacheCall, mean_k: float, groups: Iterable[int] = (), times: ForwardTimes | None = None
+) -> FewQueries:
     """How the forward kernel takes least time: with all heads of a K/V head in a tile, or one, or as ``groups`` says,
-    in how many parts."""
+    in how many parts. ``times`` are those of ``forward_cost``."""
     shape, scores = call.shape, call.scores
     widest = max(shape.head_dim, shape.head_dim_v)
     if shape.dtype == FP8_DTYPE or widest > MAX_HEAD_DIM or scores.has_alibi or scores.has_sinks:
         return NOT_FEW
     found = []
     for group in groups or groups_of(shape):
-        splits = 1 if call.mask.has_window else best_splits(shape, mean_k, group)
+        splits = 1 if call.mask.has_window else best_splits(shape, mean_k, group, times)
         rows = rows_of_queries(shape.seqlen_q, group) if splits > 1 else 0
-        found.append((forward_cost(shape, mean_k, group, splits), FewQueries(None, group, splits, rows)))
+        found.append(
+            (forward_cost(shape, mean_k, group, splits, times), FewQueries(None, group, splits, rows))
+        )
     return min(found, key=lambda each: each[0])[1]
 
 

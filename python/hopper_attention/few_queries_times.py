@@ -7,7 +7,7 @@ it (``few_queries_kernels.json``, ``few_packed_queries_kernels.json``). Keys are
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hopper.config import WARPGROUP_ROWS
 from hopper.group_rows import rows_of_queries
@@ -54,6 +54,8 @@ class ForwardTimes:
 
 DENSE_FORWARD = ForwardTimes(2.7, 0.92, 0.61, 0.012, 0.0073, 0.0131, 2.9, 0.045, 2.3)
 PACKED_FORWARD = ForwardTimes(6.1, 0.96, 0.65, 0.0094, 0.0056, 0.0136, 2.3, 0.047, 2.8)
+CACHE_FORWARD = replace(PACKED_FORWARD, key_of_half=PACKED_FORWARD.key)
+"""Of calls on a cache (``cache_tiles.json``): a warpgroup without a query gains nothing."""
 
 NO_TIMES: Mapping[int, DecodeTimes] = {}
 
@@ -107,10 +109,13 @@ def decode_cost(
     return wider * (times.start + max(of_a_cta, 1.0) * times.tile) + of_a_cta * mean_k * times.key * wide
 
 
-def forward_cost(shape: CacheShape, mean_k: float, group: int = 1, splits: int = 1) -> float:
+def forward_cost(
+    shape: CacheShape, mean_k: float, group: int = 1, splits: int = 1, times: ForwardTimes | None = None
+) -> float:
     """Of the forward kernel with ``group`` heads in a tile, whose keys are in ``splits`` parts. It has a CTA for each
-    multiprocessor. The longest sequence is one's."""
-    times, heads = PACKED_FORWARD if shape.is_packed_q else DENSE_FORWARD, shape.heads // group
+    multiprocessor. The longest sequence is one's. ``times`` are those of calls without a cache by default."""
+    times = times or (PACKED_FORWARD if shape.is_packed_q else DENSE_FORWARD)
+    heads = shape.heads // group
     wide, rows = shape.head_dim / COLUMNS, rows_of_queries(shape.seqlen_q, group)
     is_high = splits > 1 and rows > FORWARD_ROWS and max(shape.head_dim, shape.head_dim_v) <= WARPGROUP_ROWS
     tile_m = HIGH_ROWS if is_high else FORWARD_ROWS
@@ -129,7 +134,7 @@ def forward_cost(shape: CacheShape, mean_k: float, group: int = 1, splits: int =
     return cost
 
 
-def best_splits(shape: CacheShape, mean_k: float, group: int) -> int:
+def best_splits(shape: CacheShape, mean_k: float, group: int, times: ForwardTimes | None = None) -> int:
     """The number of parts that takes least time, of those that fill the multiprocessors once, twice or three times, or
     nearly: trying all would take a call longer than what it gains."""
     most = min(MOST_SPLITS, shape.seqlen_k // LEAST_KEYS, MOST_SEQUENCES // shape.batch)
@@ -137,7 +142,7 @@ def best_splits(shape: CacheShape, mean_k: float, group: int) -> int:
     filling = (turns * MULTIPROCESSORS / tiles for turns in (1, 2, 3))
     tried = {1, *(min(int(number * share), most) for number in filling for share in (0.5, 0.75, 1.0))}
     numbers = sorted(number for number in tried if number >= 1)
-    return min(numbers, key=lambda splits: forward_cost(shape, mean_k, group, splits))
+    return min(numbers, key=lambda splits: forward_cost(shape, mean_k, group, splits, times))
 
 
 def _tiles_of_head(shape: CacheShape, group: int, tile_m: int) -> int:

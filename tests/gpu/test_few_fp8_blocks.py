@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hopper.forward.fp8.config import Fp8ForwardConfig
+from hopper.forward.fp8.tilings import RUNLESS_KEYS
 from hopper_attention import (
     Fp8Quantization,
     explain_fp8,
@@ -80,6 +81,11 @@ class Case:
     head_dim: int
     kernel: str
 
+    @property
+    def quantization(self) -> Fp8Quantization:
+        """With a mean of V, but where it would be one for each run of keys, for which there are no such tiles."""
+        return Fp8Quantization(smooth_v=self.sizes[2] <= RUNLESS_KEYS)
+
     def draw(self, seed: int = 0, peak: float = 1.0, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each in the middle of a tensor of NaN: queries ``peak`` times N(0, 1), whose heads and rows have
         other sizes, and values with an ``offset`` that is another in every column."""
@@ -143,7 +149,7 @@ def error_of(out: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_what_serves_each(case: Case, causal: bool) -> None:
-    config = explain_fp8(*case.draw(), causal=causal).attention.config
+    config = explain_fp8(*case.draw(), causal=causal, quantization=case.quantization).attention.config
     assert kernel_of(config) == case.kernel, config.name
 
 
@@ -167,8 +173,9 @@ def test_errors_are_those_of_other_kernels(
             with usual():
                 errors[True].append(error_of(flash_attn_fp8_func(*tensors, causal=causal), exact))
                 errors[True].append(error_of(flash_attn_quantized_func(parts, causal=causal), exact))
-        # e4m3 itself is off by up to 0.16 where few keys count.
-        assert max(errors[False]) <= (0.1 if peak == 1.0 else 0.2), (peak, offset, errors)
+        # Where few keys count, e4m3 itself is off by 0.16, and by 0.2 in a single query.
+        largest = 0.1 if peak == 1.0 else max(0.2, 1.02 * max(errors[True]))
+        assert max(errors[False]) <= largest, (peak, offset, errors)
         assert sum(errors[False]) <= MOST_OF_USUAL * sum(errors[True]), (peak, offset, errors)
 
 
@@ -222,7 +229,10 @@ def test_graphs_streams_and_compiled_calls(case: Case) -> None:
     tensors = case.draw()
 
     def attend(*x: Tensor) -> Tensor:
-        return flash_attn_fp8_func(*x, causal=True)
+        return flash_attn_fp8_func(*x, causal=True, quantization=case.quantization)
+
+    def attend_to_parts() -> Tensor:
+        return flash_attn_quantized_func(quantize_qkv(*tensors, quantization=case.quantization), causal=True)
 
     expected = [attend(*tensors) for _ in range(3)][-1]
     assert torch.equal(torch.compile(attend, fullgraph=True)(*tensors), expected)
@@ -231,7 +241,7 @@ def test_graphs_streams_and_compiled_calls(case: Case) -> None:
     with torch.cuda.stream(stream):
         for _ in range(3):
             assert torch.equal(attend(*tensors), expected)
-            assert torch.equal(flash_attn_quantized_func(quantize_qkv(*tensors), causal=True), expected)
+            assert torch.equal(attend_to_parts(), expected)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -76,7 +76,7 @@ def test_16_bit_calls(heads: tuple[int, int], page_size: int) -> None:
     group, options = heads[0] // heads[1], {"page_size": page_size}
     for queries in (1, 2):
         assert plan(queries, heads, **options).path == "decode"
-    for queries in (257, 512):
+    for queries in (1025, 2048):
         assert plan(queries, heads, **options).path == "paged"
     for queries in (64, 128):
         found = plan(queries, heads, batch=1, capacity=65536, **options)
@@ -118,7 +118,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
         {"queries": 1, "pack_gqa": False},
         "a sequence has 1 queries, and tiles are counted for 2 to",
     ),
-    "many queries": ({"queries": 257}, "a sequence has 257 queries, and tiles are counted for 2 to 256"),
+    "many queries": ({"queries": 1025}, "a sequence has 1025 queries, and tiles are counted for 2 to 1024"),
     "wide values": ({"head_dims": (128, 264)}, "head_dim 128 or head_dim_v 264 is above 256"),
     "packing is asked for": ({"pack_gqa": True}, "pack_gqa is True"),
     "short pages": ({"page_size": 4}, "pages have 4 rows"),

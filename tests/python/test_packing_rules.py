@@ -71,7 +71,9 @@ def test_what_is_chosen() -> None:
     full = plan(128, batch=64)
     assert full.path == "paged" and full.refused[0] == "decode: by count a tile for each head takes less time"
     full = plan(512, batch=64)
-    reason = "decode: a sequence may have 512 queries, which fill tiles of the forward kernel; "
+    assert full.path == "paged" and full.refused[0] == "decode: by count a tile for each head takes less time"
+    full = plan(2000, batch=64)
+    reason = "decode: a sequence may have 2000 queries, which fill tiles of the forward kernel; "
     assert full.path == "paged" and full.refused[0] == f"{reason}pack_gqa=True packs them all the same"
     # One sequence has 32 tiles of the forward kernel, of which each would walk over all keys.
     alone = plan(128, batch=1)
