@@ -47,6 +47,10 @@ PAGED, NARROW = 1.15, 1.2
 """In 16 bits: time of tiles on pages, and at head_dim 64, where whole tiles have 192 rows, over the count
 (``cache_tiles.json``)."""
 
+FEW_ROWS, RAGGED = 32, 1.25
+"""The same of calls with so few query rows a K/V head, whose keys the decode kernel shares out as they are: lengths may
+be far from the room that there is, and were 0.8 of it where both were timed."""
+
 MOST_COUNTED = 1024
 """Queries of a sequence in 16 bits: of more, a tile for each head fills what there is."""
 
@@ -147,6 +151,7 @@ def _tiles_of(call: CacheCall) -> FewQueries:
     of_decode = decode_cost(call, keys, config.tile_m, config.is_widened, times)
     of_tiles = forward_cost(packed, keys, few.group, few.splits, CACHE_FORWARD)
     of_tiles *= (PAGED if shape.is_paged else 1.0) * (NARROW if shape.head_dim <= WARPGROUP_ROWS else 1.0)
+    of_tiles *= RAGGED if config.tile_m <= FEW_ROWS else 1.0
     return FewQueries(call) if of_decode <= of_tiles else few
 
 
