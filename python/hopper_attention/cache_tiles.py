@@ -138,12 +138,15 @@ def _tiles_of(call: CacheCall) -> FewQueries:
     is_decoded = not why_not_on_hopper(call)
     if shape.dtype == FP8_DTYPE:
         found = tiles_in_e4m3(packed, keys, _groups_of(call), FEW_CACHED)
-        if call.num_splits == 1:
-            found = [(cost, few) for cost, few in found if few.splits == 1]
+        if call.num_splits:
+            found = [(cost, few) for cost, few in found if few.splits <= call.num_splits]
         if is_decoded and select_decode(call).is_swapped:
             found.append((swapped_cost(shape, keys), FewQueries(call)))
         return min(found, key=lambda each: each[0])[1]
     few = fastest_forward(replace(call, shape=packed), keys, _groups_of(call), CACHE_FORWARD)
+    if 0 < call.num_splits < few.splits:
+        rows = few.split_rows if call.num_splits > 1 else 0
+        few = replace(few, splits=call.num_splits, split_rows=rows)
     if not is_decoded or call.pack_gqa is False or shape.seqlen_q > MOST_QUERIES:
         return few
     config = select_decode(call)

@@ -506,3 +506,17 @@ def test_pack_gqa_is_honoured(capacity: int, dtype: torch.dtype) -> None:
         assert getattr(unpacked.config, "group", 1) == 1 and not isinstance(unpacked.config, DecodeConfig)
         packed = plan(queries, (28, 4), **options, pack_gqa=True)
         assert isinstance(packed.config, DecodeConfig) or packed.config.group == 7
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_no_tile_is_in_more_parts_than_it_may_be(most: int, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"batch": 1, "capacity": 65536, "page_size": 64, "dtype": dtype}
+    usual, limited = (plan(64, (32, 8), **options, **hint) for hint in ({}, {"num_splits": most}))
+    assert usual.path == "tiles" and usual.config.split
+    if limited.path == "tiles":
+        assert limited.config.split == (most > 1)
+        said = [note for note in limited.notes if "CTAs visit a part" in note]
+        assert [int(note.split()[2]) <= most for note in said] == [True] * (most > 1)
+    else:
+        assert dtype == BF16 and limited.path in ("decode", "paged")
