@@ -170,12 +170,15 @@ def test_what_the_kernel_is_given(hopper: tuple[FakeKernel, list[Fp8ForwardConfi
     assert all(x.dtype == torch.float16 for x in kernel.arguments[:2])
     flash_attn_fp8_func(*many, causal=True, quantization=SMOOTH, exact_lse=True)
     assert configs == [*(2 * [config]), with_lse]
-    # Few queries have tiles of their own, but where someone gets the LSE.
+    # Few queries have tiles of their own, but where someone gets an exact LSE.
     few = quantize_qkv(*qkv(), quantization=SMOOTH)
+    of_few = select_fp8_few_blocks_config((64, 64), True, "float16", 1, 64, False, config.tile_n)
     flash_attn_quantized_func(few, causal=True, return_attn_probs=True, exact_lse=False)
-    assert configs[3:] == [] and kernel.arguments[0] is few.q.data
+    assert configs[3:] == [of_few] and kernel.arguments[0] is few.q.data
     flash_attn_quantized_func(few, causal=True)
-    assert configs[-1] == select_fp8_few_blocks_config((64, 64), True, "float16", 1, 64, False, config.tile_n)
+    assert configs[3:] == 2 * [of_few]
+    flash_attn_quantized_func(few, causal=True, return_attn_probs=True, exact_lse=True)
+    assert not {config.name for config in configs[5:]} & {of_few.name}
 
 
 def test_the_mean_of_v_is_added_once(hopper: tuple[FakeKernel, list[Fp8ForwardConfig]]) -> None:
