@@ -228,7 +228,8 @@ def flash_attn_with_kvcache(
         num_splits, sm_margin: hints, which change no result but the order of sums.
         pack_gqa: likewise: True for the kernel that has the query heads of a K/V head as rows of a tile wherever it
             can serve, False for the one that has not wherever it reads the cache in place, None to have it chosen.
-        return_softmax_lse: also return the LSE.
+        return_softmax_lse: also return the LSE. For an exact one queries of e4m3 are multiplied in 16 bits, so that the
+            output has other last bits.
         out: where the output goes; of its shape and dtype, the last stride 1.
         hadamard: keys in the cache are rotated by fixed signs and a Hadamard matrix, which spreads outliers over
             head_dim, so that fewer digits are lost in e4m3. New keys are, behind rotary embedding, and queries too, so

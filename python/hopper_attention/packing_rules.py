@@ -1,5 +1,5 @@
-"""Whether a call on a cache packs query heads: the decode kernel does, which has the heads of a K/V head as rows of a
-tile, and the forward kernel does not, which has a tile for the queries of each head.
+"""Whether a call on a cache packs query heads, where ``cache_tiles`` does not count: the decode kernel does, which has
+the heads of a K/V head as rows of a tile, and the forward kernel then has a tile for the queries of each head.
 
 Few queries leave most rows of a forward tile empty, and few tiles most of the GPU; the decode kernel fills both, but
 each of its tiles reads keys anew. So tiles are counted, each with what it costs for a key of its walk.

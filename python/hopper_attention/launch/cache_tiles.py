@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cute_kernels.plan.config import check_packed_size
 from hopper.config import ForwardConfig
+from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.cache_tiles import problem_of_tiles, tiles_of
@@ -21,9 +22,9 @@ from hopper_attention.launch.base import (
     Launcher,
     count_ctas,
     index_of,
-    no_vectors,
 )
 from hopper_attention.launch.decode import table_of
+from hopper_attention.launch.few_packed_fp8 import scales_of_heads
 from hopper_attention.launch.forward import find_config
 from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
@@ -36,8 +37,8 @@ from hopper_attention.scores import NO_SCORES
 
 @dataclass(frozen=True)
 class CacheTilesLauncher(Launcher):
-    """The forward kernel of 16 bits, or with ``e4m3`` that of e4m3, for one kind of call. ``combine`` is empty, or what
-    adds ``splits`` parts up."""
+    """The forward kernel of 16 bits, or of e4m3, for one kind of call. ``combine`` is empty, or what adds ``splits``
+    parts up."""
 
     config: ForwardConfig
     kernel: Kernel
@@ -46,7 +47,6 @@ class CacheTilesLauncher(Launcher):
     splits: int
     combine: tuple[Kernel, ...]
     repairs: tuple[Repair, Repair]
-    e4m3: bool
 
     def __call__(self, call: CacheCall, tensors: CacheTensors) -> tuple[Tensor, Tensor]:
         """out (total_q, heads, head_dim_v), and lse (heads, total_q), which lacks its rows if it is not wanted."""
@@ -68,7 +68,8 @@ class CacheTilesLauncher(Launcher):
             filled = parts, part_lse
         plan = self._plan(call, t, totals)
         counter = device_memory.tile_counter(self.device_index)
-        arguments = self._of_codes if self.e4m3 else self._of_16_bits
+        is_e4m3 = isinstance(self.config, Fp8ForwardConfig)
+        arguments = self._of_codes if is_e4m3 else self._of_16_bits
         if not self.config.page_box:
             caches = [x.flatten(0, 1) for x in caches]
         self.kernel(q, *caches, *filled, counter, *arguments(call, t, plan), self.num_ctas)
@@ -104,12 +105,9 @@ class CacheTilesLauncher(Launcher):
     def _of_codes(self, call: CacheCall, tensors: CacheTensors, plan: Tensor) -> tuple[Any, ...]:
         """The same."""
         shape, of_plan = call.shape, (plan, call.shape.batch + 1)
-        batch, kv_heads, device = shape.batch, shape.kv_heads, shape.device
-        ones = device_memory.unit_scales(batch, kv_heads, device)
+        groups = shape.heads // (self.config.group * shape.kv_heads)
         descales = tensors.q_descale, tensors.k_descale, tensors.v_descale
-        of_q, of_k, of_v = (ones if x is None else x.unsqueeze(2) for x in descales)
-        of_q = of_q.expand(batch, kv_heads, shape.heads // (self.config.group * kv_heads))
-        scales = of_q, of_k, ones, of_v, no_vectors(batch, kv_heads, device)
+        scales = scales_of_heads(descales, (shape.batch, shape.kv_heads, groups), shape.device)
         if self.config.page_box:
             return *scales, call.softmax_scale, *of_plan, *self._pages(call, tensors)
         return *scales, ONE_PER_SEQUENCE, ONE_PER_SEQUENCE, call.softmax_scale, *NO_SIDES, *of_plan
@@ -117,8 +115,7 @@ class CacheTilesLauncher(Launcher):
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def find_tiles(call: CacheCall) -> CacheTilesLauncher:
-    """What serves a call that ``why_not_tiles`` has nothing against; compiles or loads its kernels the first
-    time.
+    """What serves a call that ``why_not_tiles`` has nothing against; compiles or loads its kernels the first time.
 
     Raises:
         ValueError: ``sm_margin`` leaves no multiprocessor.
@@ -136,5 +133,5 @@ def find_tiles(call: CacheCall) -> CacheTilesLauncher:
         assert isinstance(selected, ForwardConfig)
         config, num_ctas = selected, count_ctas(index_of(device), call.sm_margin) * selected.ctas_per_sm
         kernels = config, compile_cache.get_forward(config), find_planner(config), num_ctas
-    combine, is_e4m3 = find_combine(config.out_dtype, few.splits), isinstance(problem, Fp8AttentionProblem)
-    return CacheTilesLauncher(index_of(device), *kernels, few.splits, combine, repairs, is_e4m3)
+    combine = find_combine(config.out_dtype, few.splits)
+    return CacheTilesLauncher(index_of(device), *kernels, few.splits, combine, repairs)

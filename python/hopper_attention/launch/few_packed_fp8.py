@@ -61,9 +61,7 @@ class FewPackedFp8Launcher(Launcher):
         attention, batch, device = self.attention, cu_seqlens_q.shape[0] - 1, q.device
         tile, totals = attention.config.tile_queries, (total_q, total_k)
         check_packed_size("FP8 kernel", heads, batch, totals, tile)
-        ones = device_memory.unit_scales(batch, kv_heads, device)
-        of_q, of_k, of_v = (ones if x is None else x.unsqueeze(2) for x in descales)
-        of_q = of_q.expand(batch, kv_heads, heads // (attention.config.group * kv_heads))
+        groups = heads // (attention.config.group * kv_heads)
         plan = attention.planner(*lengths[:4], totals, tile)
         make = device_memory.empty_on_gpu
         out = make(*new_layout((total_q, heads, columns)), FP8_OUT_DTYPE)
@@ -75,7 +73,7 @@ class FewPackedFp8Launcher(Launcher):
         attention.kernel(
             *(q, k, v, *filled),
             device_memory.tile_counter(self.device_index),
-            *(of_q, of_k, ones, of_v, no_vectors(batch, kv_heads, device)),
+            *scales_of_heads(descales, (batch, kv_heads, groups), device),
             *(ONE_PER_SEQUENCE, ONE_PER_SEQUENCE, softmax_scale),
             *(*NO_SIDES, plan, batch + 1, attention.num_ctas),
         )
@@ -88,6 +86,17 @@ class FewPackedFp8Launcher(Launcher):
         """Of its parts."""
         total_q, heads, _ = q_shape
         return SplitSizes(self.splits, 1, total_q, heads, head_dim_v)
+
+
+def scales_of_heads(
+    descales: Descales, sizes: tuple[int, int, int], device: torch.device
+) -> tuple[Tensor, ...]:
+    """What the FP8 kernel takes from q_scale to mean_v, where a K/V head of a sequence has a descale each for Q, K and
+    V, or none. ``sizes`` are sequences, K/V heads, and tiles of heads of each."""
+    batch, kv_heads, _ = sizes
+    ones = device_memory.unit_scales(batch, kv_heads, device)
+    of_q, of_k, of_v = (ones if x is None else x.unsqueeze(2) for x in descales)
+    return of_q.expand(sizes), of_k, ones, of_v, no_vectors(batch, kv_heads, device)
 
 
 def find_packed_with_descales(
