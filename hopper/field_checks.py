@@ -20,13 +20,16 @@ def check_used_columns(config: Any) -> None:
 
 
 def check_group(config: Any) -> None:
-    """Rows of several heads take no slopes, sinks or words of dropout, which differ by head, and parts no window."""
+    """Rows of several heads take no slopes, words of dropout or, in 16 bits, sinks, which differ by head. In 16 bits
+    parts take no window."""
     c = config
-    if c.split and (c.window or not c.pipelined):
-        raise ValueError("split is True, allowed with a window, or where nothing is pipelined: False")
+    if c.split and not c.pipelined:
+        raise ValueError("split is True, allowed where nothing is pipelined: False")
+    if c.split and c.window and c.element_bytes == 2:
+        raise ValueError("split is True, allowed with a window in 16 bits: False")
     if c.group == 1 and not c.split:
         return
-    by_head = c.alibi or c.sinks or c.dropout or c.functions or c.block_lists
+    by_head = c.alibi or (c.sinks and c.element_bytes == 2) or c.dropout or c.functions or c.block_lists
     is_known = c.takes_groups and c.warp_specialized
     if c.group not in (1, *GROUPS) or by_head or c.few_keys or not is_known:
         raise ValueError(

@@ -26,6 +26,7 @@ from hopper.forward.fp8.kernel import (
     GeneralFp8ForwardKernel,
     LongFp8ForwardKernel,
     PagedFp8ForwardKernel,
+    ScoredFp8ForwardKernel,
 )
 from hopper.forward.kernel import ForwardKernel, GeneralForwardKernel
 from hopper.forward.parts import KernelParts
@@ -126,15 +127,17 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
     keys for each sequence, or with ``v_rows`` (total_k, hk, dv), and lse (h, total_q or 0); sizes of the batch are
     those of ``BlockScales``. With ``split`` out and lse are those of ``compile_forward``.
 
+    With ``softcap`` or ``sinks`` these two stand behind sequences.
+
     With ``page_box`` it is ``fn(q, k, v, out, lse, tile_counter, q_scale, k_scale, v_scale, o_scale, mean_v,
-    softmax_scale, plan, sequences, page_table, leftpad, num_ctas)``, k and v (pages, page_size, hk, ...), and the rest
-    as for ``compile_forward``.
+    softmax_scale, window_left, window_right, attention_chunk, plan, sequences, page_table, leftpad, softcap, sinks,
+    num_ctas)``, k and v (pages, page_size, hk, ...), and the rest as for ``compile_forward``.
     """
     c = config
     is_packed = c.layout == VARLEN
     if c.page_box:
-        of_pages = *plan_arguments(c), _page_table(), words(cute.sym_int())
-        given = *_packed_fp8_tensors(c), Float32(0.0), *of_pages, Int32(0)
+        of_pages = *mask_arguments(c), *plan_arguments(c), _page_table(), words(cute.sym_int())
+        given = *_packed_fp8_tensors(c), Float32(0.0), *of_pages, *_score_arguments(c), Int32(0)
         return compile_for_torch(PagedFp8ForwardKernel(c), *given, options=options)
     plain = (
         *(_packed_fp8_tensors(c) if is_packed else _dense_fp8_tensors(c)),
@@ -152,14 +155,16 @@ def compile_forward_fp8(config: Fp8ForwardConfig, options: str = ""):
         return compile_for_torch(LongFp8ForwardKernel(c), *plain, *of_runs, Int32(0), options=options)
     if c.is_plain:
         return compile_for_torch(Fp8ForwardKernel(c), *plain, Int32(0), options=options)
-    return compile_for_torch(
-        GeneralFp8ForwardKernel(c),
-        *plain,
-        *mask_arguments(c),
-        *plan_arguments(c),
-        Int32(0),
-        options=options,
-    )
+    general = *plain, *mask_arguments(c), *plan_arguments(c)
+    if c.softcap or c.sinks:
+        given = *general, *_score_arguments(c), Int32(0)
+        return compile_for_torch(ScoredFp8ForwardKernel(c), *given, options=options)
+    return compile_for_torch(GeneralFp8ForwardKernel(c), *general, Int32(0), options=options)
+
+
+def _score_arguments(config: Fp8ForwardConfig) -> tuple:
+    """softcap and sinks, None for what there is not."""
+    return Float32(0.0) if config.softcap else None, sinks_argument(config)
 
 
 def _dense_fp8_tensors(config: Fp8ForwardConfig) -> tuple:

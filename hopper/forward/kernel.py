@@ -26,7 +26,6 @@ from cute_kernels.score_tile import (
     Alibi,
     ColumnAlibi,
     ScoreRules,
-    SoftCap,
     function_rules,
     scale_after_functions,
 )
@@ -354,8 +353,7 @@ class ForwardKernel:
             # The bias is added to S before the factor, so it is divided by that first.
             inverse_scale = Float32(math.log2(math.e)) / scale_log2
         functions = function_rules(c.functions, captured, scale_log2)
-        # float16 keeps digits that the tanh of one instruction would lose.
-        softcaps = tuple(SoftCap(factor, self.dtype is cutlass.Float16) for factor in caps)
+        softcaps = self.parts.precision.softcaps(caps)
         alibi = ColumnAlibi if c.adds_row_bias_late else Alibi
         return ScoreRules(softcaps, slopes, inverse_scale, Dropout.all_of(dropout), functions, alibi)
 
@@ -400,6 +398,7 @@ class ForwardKernel:
             row = place.m_block * c.tile_m + row_in_tile
             mask = self.parts.batch.mask(work.block_range.window, place.seqlens, row, col_in_block)
             scores = work.score_tile(mask, place.head, place.seqlens.batch, blocks)
+            scores = precision.score_tile(scores, softmax)
             softmax.enter_tile(self._rows_of(row, place), place.head, place.seqlens)
             precision.enter_head(softmax, place)
             correction.begin(place.head_kv, place.seqlens.batch)

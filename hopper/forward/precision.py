@@ -7,6 +7,7 @@ from cutlass import Float16, Float32
 
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.invariant import LoopInvariant
+from cute_kernels.score_tile import ScoreTile, SoftCap
 from cute_kernels.softmax import OnlineSoftmax, RoundingSoftmax, SinkSoftmax
 from hopper.config import ForwardConfig
 from hopper.forward.consumer import Consumer
@@ -45,6 +46,15 @@ class SixteenBits(LoopInvariant):
                 *late, scale_log2, dtype
             )
         return (ComparingSoftmax if c.compares_bits else OnlineSoftmax)(*late, scale_log2)
+
+    def softcaps(self, factors: tuple[Float32, ...]) -> tuple[SoftCap, ...]:
+        """What a softcap does to all scores of a launch; ``factors`` is empty, or has softmax_scale / cap."""
+        # float16 keeps digits that the tanh of one instruction would lose.
+        return tuple(SoftCap(factor, DSL_DTYPES[self.config.dtype] is Float16) for factor in factors)
+
+    def score_tile(self, scores: ScoreTile, softmax: OnlineSoftmax) -> ScoreTile:
+        """``scores`` with what is done to them by scales that the softmax has."""
+        return scores
 
     def enter_head(self, softmax: OnlineSoftmax, place: TilePlace):
         """What a consumer does for the head of K and V of a tile, as it begins."""

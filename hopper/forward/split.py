@@ -70,17 +70,18 @@ class PartPackedSeqlens(PackedSeqlens):
 
 @dataclass(frozen=True)
 class SplitRange(BlockRange):
-    """``BlockRange`` of tiles in ``splits`` parts, under a causal mask or none."""
+    """``BlockRange`` of tiles in ``splits`` parts."""
 
     splits: Any = 1
 
     def of(self, m_block: Any, seqlens: SeqlenInfo) -> "SplitBlocks":
         """Those of a part: as many as the others have, or one more. Where there are none, one behind all, whose keys no
         row sees."""
-        end, part = self.end(m_block, seqlens), part_of(seqlens)
-        each = end // self.splits
-        longer = end - each * self.splits
-        first = part * each + minimum(part, longer)
+        begin, part = self.begin(m_block, seqlens), part_of(seqlens)
+        number = self.end(m_block, seqlens) - begin
+        each = number // self.splits
+        longer = number - each * self.splits
+        first = begin + part * each + minimum(part, longer)
         count = each + minimum(maximum(longer - part, 0), 1)
         return SplitBlocks(self, m_block, seqlens, first + maximum(count, 1), first)
 
@@ -90,6 +91,11 @@ class SplitBlocks(KeyBlocks):
 
     def right_masked(self, unmasked: Any) -> Any:
         return maximum(self.last - maximum(unmasked, self.begin), 0)
+
+    @property
+    def left_masked(self) -> Any:
+        """No less than where the part begins, as the walk does not mask below it."""
+        return maximum(self.block_range.left_masked_end(self.m_block, self.seqlens), self.begin)
 
 
 @dataclass(frozen=True)

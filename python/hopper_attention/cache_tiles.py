@@ -38,10 +38,9 @@ from hopper_attention.few_queries_times import (
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.paged_forward import page_rows_of_cache, why_not_in_place
-from hopper_attention.masks import FULL_SIDES, NO_MASK
-from hopper_attention.packing_rules import MOST_QUERIES
+from hopper_attention.masks import NO_MASK
+from hopper_attention.packing_rules import FORWARD_ROWS, MOST_QUERIES
 from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem
-from hopper_attention.scores import PLAIN
 
 PAGED, NARROW = 1.15, 1.2
 """In 16 bits: time of tiles on pages, and at head_dim 64, where whole tiles have 192 rows, over the count
@@ -69,8 +68,8 @@ def why_not_tiles(call: CacheCall, backend: str) -> str:
         return "there is no query or no key"
     if shape.batch * shape.capacity > MAX_PACKED_ROWS or shape.capacity > MAX_SEQLEN:
         return f"the cache has room for {shape.batch} x {shape.capacity} keys, of which it counts {MAX_PACKED_ROWS}"
-    if shape.has_qv or call.scores != PLAIN or call.mask.sides != FULL_SIDES:
-        return "there is a qv or a window, or something is done to scores"
+    if shape.has_qv or call.scores.has_alibi:
+        return "there is a qv, or there are alibi_slopes"
     if shape.dtype != shape.cache_dtype:
         return f"the cache has dtype {shape.cache_dtype} and q {shape.dtype}, which are multiplied in 16 bits"
     pages = pages_of_a_sequence(call)
@@ -101,6 +100,8 @@ def _why_not_16_bits(call: CacheCall) -> str:
         return f"a sequence has {shape.seqlen_q} queries, and tiles are counted for 2 to {MOST_COUNTED}"
     if call.pack_gqa:
         return "pack_gqa is True, and the decode kernel packs heads of any number"
+    if call.scores.has_sinks:
+        return "there are sinks, which rows of several heads have in e4m3 alone"
     return _by_count(call)
 
 
@@ -128,13 +129,20 @@ def tiles_of(call: CacheCall) -> FewQueries:
     return _tiles_of(replace(call, shape=alike, softmax_scale=1.0))
 
 
+def keys_that_count(call: CacheCall) -> int:
+    """Keys that a tile visits, at most: those that the queries of one see."""
+    shape = call.shape
+    return min(shape.seqlen_k, call.mask.most_keys(shape.seqlen_k) + min(shape.seqlen_q, FORWARD_ROWS))
+
+
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def _tiles_of(call: CacheCall) -> FewQueries:
     """``tiles_of`` of all calls that are served alike."""
     shape = call.shape
     # A single query is the last, and sees all keys under a causal mask.
     call = replace(call, mask=NO_MASK) if shape.seqlen_q == 1 and not call.mask.has_window else call
-    packed, keys = replace(shape, is_packed_q=True), float(shape.seqlen_k)
+    seen = keys_that_count(call)
+    packed, keys = replace(shape, is_packed_q=True, seqlen_k=seen), float(seen)
     is_decoded = not why_not_on_hopper(call)
     if shape.dtype == FP8_DTYPE:
         found = tiles_in_e4m3(packed, keys, _groups_of(call), FEW_CACHED)
@@ -178,18 +186,22 @@ def page_rows_of_call(call: CacheCall) -> int:
 
 def problem_of_tiles(call: CacheCall, few: FewQueries) -> AttentionProblem | Fp8AttentionProblem:
     """What decides on the kernel of a call that is served as ``few`` says."""
-    shape, page_rows = call.shape, page_rows_of_call(call)
-    causal = call.mask.causal and shape.seqlen_q > 1
+    shape, mask, page_rows = call.shape, call.mask, page_rows_of_call(call)
+    causal = mask.causal and (shape.seqlen_q > 1 or mask.has_window)
     if shape.dtype == FP8_DTYPE:
-        problem = few.e4m3_problem((shape.head_dim, shape.head_dim_v), causal, is_packed=True)
-        return replace(problem, page_rows=page_rows)
+        of_codes = few.e4m3_problem((shape.head_dim, shape.head_dim_v), causal, is_packed=True)
+        masked = replace(of_codes, has_window=mask.has_window, has_chunk=mask.attention_chunk > 0)
+        return replace(masked, page_rows=page_rows, scores=call.scores)
     return AttentionProblem(
         shape.dtype,
         shape.dtype,
         shape.head_dim,
         shape.head_dim_v,
         causal,
+        has_window=mask.has_window,
+        has_chunk=mask.attention_chunk > 0,
         is_packed=True,
+        scores=call.scores,
         page_rows=page_rows,
         group=few.group,
         split_rows=few.split_rows,

@@ -229,17 +229,19 @@ def explain(
     features.check_fp8_scores(whole["q"].dtype, scores)
     causal = mask.causal
     is_fp8 = q.dtype == checks.FP8_DTYPE
-    in_16_bits = is_fp8 and scores is not NO_SCORES
+    target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
+    is_changed = scores is not NO_SCORES
+    of_kernel = mask, scores.kind, backend, exact_lse or two_level_accumulation
+    in_16_bits = is_fp8 and is_changed and not fp8_rules.serves_in_e4m3(q.shape, v.shape, target, *of_kernel)
     if in_16_bits:
         whole = dequantized(whole)
-    target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     problem = problem_of(whole["q"], whole["k"], whole["v"], causal, mask.sides, scores.kind)
     specs, notes = of_one_launch(whole, problem, target, backend)
     if "qv" in specs and folds_heads(q.shape, k.shape[2], mask, scores.kind):
         specs = specs | {name: fold(specs[name], k.shape[2]) for name in ("q", "qv")}
         notes, mask, causal = (*notes, NOTE_ON_HEADS), MaskSpec(False), False
     if is_fp8 and not in_16_bits:
-        options_8 = two_level_accumulation, exact_lse, not returns_lse
+        options_8 = two_level_accumulation, exact_lse, not returns_lse, scores.kind
         choice, config = _plan_fp8(specs, mask, options_8, target, backend)
     else:
         has_work = 0 not in (*q.shape, *k.shape)
@@ -250,7 +252,7 @@ def explain(
             *where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind, qv is not None
         )
     served_by: Config | DecodeConfig = config
-    if qv is None and choice.backend == "hopper":
+    if qv is None and choice.backend == "hopper" and not (is_fp8 and is_changed and not in_16_bits):
         # Calls on e4m3 tensors are not asked for by parts of V.
         parted = whole if is_fp8 and not in_16_bits else specs
         q_spec, k_spec, v_spec = (parted[name] for name in "qkv")
@@ -456,13 +458,13 @@ def config_of_few(
 def _plan_fp8(
     specs: dict[str, TensorSpec],
     mask: MaskSpec,
-    options: tuple[bool, bool, bool],
+    options: tuple[bool, bool, bool, ScoreKind],
     target: Target,
     backend: str | None,
 ) -> tuple[Choice, Config]:
     """Backend and config of e4m3 tensors with a descale for each head; ``options`` are ``two_level``,
-    ``exact_lse`` and ``without_lse`` of an ``Fp8Problem``."""
-    two_level, exact_lse, without_lse = options
+    ``exact_lse``, ``without_lse`` and ``scores`` of an ``Fp8Problem``."""
+    two_level, exact_lse, without_lse, scores = options
     shapes = specs["q"].shape, specs["k"].shape, specs["v"].shape
     blocks = fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK, fp8_rules.ONE_BLOCK
     problem = fp8_rules.Fp8Problem(
@@ -475,6 +477,7 @@ def _plan_fp8(
         window=mask.sides,
         exact_lse=exact_lse,
         without_lse=without_lse,
+        scores=scores,
     )
     choice = fp8_rules.choose_fp8_backend(problem, target, backend)
     if choice.backend == "hopper":

@@ -10,8 +10,10 @@ import torch
 
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import check_problem_size
+from hopper.forward.fp8.changes import Changes
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.few_tilings import select_fp8_few_blocks_config
+from hopper.forward.fp8.scored_tilings import select_fp8_scored_config
 from hopper.forward.fp8.tilings import (
     are_few_tiles,
     select_fp8_few_queries_config,
@@ -34,6 +36,8 @@ from hopper_attention.backends import (
 from hopper_attention.checks import DTYPE_NAMES, FP8_DTYPE
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem, longest_alike
+from hopper_attention.scores import PLAIN, ScoreKind
+from hopper_attention.value_parts import needs_parts
 
 HEAD_DIM_STEP = 16
 """TMA counts in 16 bytes, which a row of the output and of the inputs must fill."""
@@ -41,8 +45,8 @@ HEAD_DIM_STEP = 16
 NO_SPEED_UP = "the kernels without WGMMA take FP8 dequantized to 16 bits, which gives no speed-up"
 
 NO_KERNEL_WITH_SCORES = (
-    "no FP8 kernel has softcap, alibi_slopes or sinks: q, k and v are dequantized to bfloat16, and the call has the "
-    "speed of 16 bits"
+    "no FP8 kernel has alibi_slopes, nor a softcap or sinks with an exact LSE, two levels or functions: q, k and v are "
+    "dequantized to bfloat16, and the call has the speed of 16 bits"
 )
 
 NOTE_ON_EXACT_LSE = (
@@ -68,7 +72,7 @@ class Fp8Problem(NamedTuple):
     blocks are rows that share a scale, or ONE_BLOCK. ``v_rows`` says that V has a row of head_dim_v elements
     for each key, as FP8 tensors with descales have. ``two_level`` asks the FP8 kernel for two-level accumulation of
     P V; everything else adds in float32 as it is. ``half_scores`` says that scores fit float16, before they are scaled.
-    ``causal`` and ``window`` are those of a ``MaskSpec``, ``exact_lse`` and ``without_lse`` those of an
+    ``causal`` and ``window`` are those of a ``MaskSpec``, ``exact_lse``, ``without_lse`` and ``scores`` those of an
     ``Fp8AttentionProblem``.
     """
 
@@ -86,6 +90,7 @@ class Fp8Problem(NamedTuple):
     window: Sides = FULL_SIDES
     exact_lse: bool = False
     without_lse: bool = False
+    scores: ScoreKind = PLAIN
 
     @property
     def kind(self) -> Fp8AttentionProblem:
@@ -96,7 +101,8 @@ class Fp8Problem(NamedTuple):
         queries = queries_that_count(seqlen_q * group, seqlen_q, seqlen_k, self.causal)
         rows = queries_that_count(seqlen_q, seqlen_q, seqlen_k, self.causal)
         lone_scales = self.v_rows and self.block_q == self.block_k == ONE_BLOCK
-        half = self.without_lse and not self.two_level and self.window == FULL_SIDES
+        is_plain = self.window == FULL_SIDES and self.scores == PLAIN
+        half = self.without_lse and not self.two_level and is_plain
         transposes = lone_scales and not self.exact_lse
         transposes = transposes and transposes_v(head_dim, head_dim_v, self.causal, queries, half, group)
         return Fp8AttentionProblem(
@@ -109,6 +115,7 @@ class Fp8Problem(NamedTuple):
             has_window=self.window != FULL_SIDES,
             has_chunk=self.window[2] > 0,
             is_empty=0 in self.q_shape or 0 in self.k_shape,
+            scores=self.scores,
             block_k=self.block_k,
             block_v=self.block_v,
             v_rows=self.v_rows,
@@ -160,6 +167,7 @@ def packed_problem(
     lengths: tuple[int, int],
     exact_lse: bool,
     without_lse: bool,
+    scores: ScoreKind = PLAIN,
 ) -> Fp8AttentionProblem:
     """That of packed e4m3 tensors with descales, q (total_q, heads, head_dim) and v (total_k, kv_heads, head_dim_v).
     ``lengths`` are bounds of those in Q and in K, of which their ``classes_of_lengths`` count."""
@@ -167,7 +175,7 @@ def packed_problem(
     head_dims, group = (head_dim, head_dim_v), heads // max(kv_heads, 1)
     longest_q, longest_k = classes_of_lengths(*lengths)
     queries = queries_that_count(longest_q * group, longest_q, longest_k, mask.causal)
-    half = without_lse and not mask.has_window
+    half = without_lse and not mask.has_window and scores == PLAIN
     transposes = not exact_lse and transposes_v(*head_dims, mask.causal, queries, half, group)
     known = KeysOfPacked.of((total_q, heads), lengths, mask, without_lse)
     return Fp8AttentionProblem(
@@ -179,6 +187,7 @@ def packed_problem(
         has_window=mask.has_window,
         has_chunk=mask.attention_chunk > 0,
         is_packed=True,
+        scores=scores,
         v_rows=True,
         lone_scales=True,
         transposes=transposes,
@@ -275,9 +284,56 @@ def why_not_dequantized(problem: Fp8AttentionProblem) -> str:
     return ""
 
 
+@lru_cache(maxsize=REMEMBERED_LENGTHS)
+def serves_in_e4m3(
+    q_shape: tuple[int, ...],
+    v_shape: tuple[int, ...],
+    target: Target,
+    mask: MaskSpec,
+    scores: ScoreKind,
+    requested: str | None,
+    in_float32: bool,
+) -> bool:
+    """Whether an FP8 kernel serves tensors of these shapes with descales, dense or packed, with ``scores`` changed.
+    Else they are dequantized. ``in_float32`` asks for two levels or an exact LSE."""
+    if requested not in (None, "hopper") or needs_parts(v_shape[-1]) or 0 in (*q_shape, *v_shape):
+        return False
+    problem = Fp8AttentionProblem(
+        FP8_DTYPE,
+        checks.FP8_OUT_DTYPE,
+        q_shape[-1],
+        v_shape[-1],
+        mask.causal,
+        has_window=mask.has_window,
+        has_chunk=mask.attention_chunk > 0,
+        is_packed=len(q_shape) == 3,
+        scores=scores,
+        v_rows=True,
+        lone_scales=True,
+        exact_lse=in_float32,
+    )
+    return not (why_not_hopper(target) or why_not_kernel(problem))
+
+
+def why_not_scores(problem: Fp8AttentionProblem) -> str:
+    """What keeps FP8 kernels from changing scores as asked for; empty if nothing does."""
+    p, known = problem, ScoreKind(has_softcap=True, has_sinks=True).names
+    others = [name for name in p.scores.names if name not in known]
+    if others:
+        return f"no FP8 kernel has {' and '.join(others)}"
+    has_blocks = not (p.lone_scales or (p.v_rows and p.tile_rows))
+    if p.scores != PLAIN and (p.exact_lse or p.two_level or has_blocks):
+        what = "an exact LSE" if p.exact_lse else "two levels" if p.two_level else "scales of blocks"
+        return f"no FP8 kernel has {' and '.join(p.scores.names)} with {what}"
+    return ""
+
+
 def why_not_kernel(problem: Fp8AttentionProblem) -> str:
     """What about a problem keeps the FP8 kernel from doing it; empty if nothing does."""
     p = problem
+    reason = why_not_scores(p)
+    if reason:
+        return reason
     if p.out_dtype not in DTYPE_NAMES:
         return f"the kernel writes float16 or bfloat16, not {p.out_dtype}"
     if p.head_dim % HEAD_DIM_STEP or p.head_dim_v % HEAD_DIM_STEP:
@@ -311,6 +367,7 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     """
     p = problem
     layout = VARLEN if p.is_packed else DENSE
+    changes = Changes(p.has_window, p.has_chunk, p.scores.has_softcap, p.scores.has_sinks)
     if p.tile_rows and not p.v_rows:
         of_tile = p.group, p.tile_rows, p.split_rows > 0, p.block_k, layout
         dims, output = (p.head_dim, p.head_dim_v), DTYPE_NAMES[p.out_dtype]
@@ -318,7 +375,10 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     if p.tile_rows:
         sizes = p.head_dim, p.head_dim_v, p.causal, DTYPE_NAMES[p.out_dtype]
         of_rows = p.group, p.tile_rows, p.split_rows > 0, layout, p.page_rows or END_TO_END
-        return select_fp8_few_queries_config(*sizes, *of_rows)
+        return select_fp8_few_queries_config(*sizes, *of_rows, changes)
+    if changes.are_of_scores:
+        dims, output = (p.head_dim, p.head_dim_v), DTYPE_NAMES[p.out_dtype]
+        return select_fp8_scored_config(dims, p.causal, output, p.transposes, changes, layout)
     flags = p.transposes, p.two_level, p.half_scores, p.has_window
     options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse, p.few_tiles
     dtype = DTYPE_NAMES[p.out_dtype]

@@ -10,7 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hopper_attention.backends import target_of
 from hopper_attention.checks import FP8_OUT_DTYPE
+from hopper_attention.fp8_rules import serves_in_e4m3
 from hopper_attention.launch.base import REMEMBERED_CALLS, without_rows
 from hopper_attention.launch.dequantized import attend_dequantized
 from hopper_attention.launch.few_fp8 import find_with_descales
@@ -105,18 +107,20 @@ def forward_fp8(
     ``two_level`` asks the FP8 kernel for two-level accumulation. Without ``wants_lse`` the lse is (batch, heads, 0),
     and scores may be in float16; ``exact_lse`` is that of an ``Fp8AttentionProblem``. ``causal``, the sides of the
     window and the chunk are those of a ``MaskSpec``; from ``softcap`` on they are those of ``Scores``, with which 16
-    bits compute.
+    bits compute unless ``serves_in_e4m3``.
     """
     mask = _mask_of(causal, window_left, window_right, attention_chunk)
     window, scores = mask.sides, Scores.of(softcap, alibi_slopes, sinks)
     descales = q_descale, k_descale, v_descale
-    if scores is not NO_SCORES:
+    is_changed = scores is not NO_SCORES
+    of_kernel = target_of(q.device), mask, scores.kind, backend, exact_lse or two_level
+    if is_changed and not serves_in_e4m3(q.shape, v.shape, *of_kernel):
         whole = from_descales(q, k, v, *descales, FP8_OUT_DTYPE)
         out, lse = attend_dequantized(whole, softmax_scale, causal, backend, sm_margin, window, scores)
         return out, lse if wants_lse else without_rows(lse)
 
-    in_e4m3 = not (exact_lse or two_level)
-    few = find_with_descales(q, k, v, mask, backend, sm_margin, in_e4m3)
+    in_tiles = not (exact_lse or two_level)
+    few = None if is_changed else find_with_descales(q, k, v, mask, backend, sm_margin, in_tiles)
     if few is not None:
         found: tuple[Tensor, Tensor] = few(q, k, v, softmax_scale, wants_lse, descales=descales)
         out, lse = found
@@ -125,7 +129,7 @@ def forward_fp8(
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_descales(q, k, values, *descales, FP8_OUT_DTYPE)
         of_call = softmax_scale, causal, backend, two_level, wants_lse, sm_margin
-        return attend(parts, *of_call, window=window, exact_lse=exact_lse)
+        return attend(parts, *of_call, window=window, exact_lse=exact_lse, scores=scores)
 
     out, lse = attend_in_parts(v, attend_to) if needs_parts(v.shape[3]) else attend_to(v)
     return out, lse if wants_lse else without_rows(lse)

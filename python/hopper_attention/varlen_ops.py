@@ -7,7 +7,9 @@ As those of :mod:`hopper_attention.ops`: functional, with shapes on fake tensors
 import torch
 from torch import Tensor
 
+from hopper_attention.backends import target_of
 from hopper_attention.checks import FP8_OUT_DTYPE
+from hopper_attention.fp8_rules import serves_in_e4m3
 from hopper_attention.launch.base import without_rows
 from hopper_attention.launch.dequantized import attend_packed_dequantized
 from hopper_attention.launch.few_packed_fp8 import find_packed_with_descales
@@ -117,27 +119,32 @@ def forward_varlen_fp8(
     """Attention of e4m3 tensors, with (batch, kv_heads) descales: out bfloat16 (total_q, h, dv), lse float32.
 
     ``exact_lse`` is that of an ``Fp8AttentionProblem``. From ``softcap`` to ``sinks`` the arguments are those of
-    ``Scores``, with which 16 bits compute. Without ``wants_lse`` the lse is (h, 0), and the kernel may have another.
+    ``Scores``, with which 16 bits compute unless ``serves_in_e4m3``. Without ``wants_lse`` the lse is (h, 0), and the
+    kernel may have another.
     """
     mask = MaskSpec(causal, window_left, window_right, attention_chunk)
     window = mask.sides
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     descales = q_descale, k_descale, v_descale
     scores = Scores.of(softcap, alibi_slopes, sinks)
-    if scores is not NO_SCORES:
+    is_changed = scores is not NO_SCORES
+    of_kernel = target_of(q.device), mask, scores.kind, backend, exact_lse
+    if is_changed and not serves_in_e4m3(q.shape, v.shape, *of_kernel):
         whole = from_packed_descales(q, k, v, descales, lengths, FP8_OUT_DTYPE)
         options_16 = softmax_scale, causal, backend, sm_margin, window, scores
         out, lse = attend_packed_dequantized(whole, *options_16)
         return out, lse if wants_lse else without_rows(lse)
 
-    few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin, not exact_lse)
+    few = None
+    if not is_changed:
+        few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin, not exact_lse)
     if few is not None:
         out, lse = few(q, k, v, *lengths, softmax_scale, *window, wants_lse=wants_lse, descales=descales)
         return out, lse if wants_lse else q.new_empty((q.shape[1], 0), dtype=torch.float32)
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:
         parts = from_packed_descales(q, k, values, descales, lengths, FP8_OUT_DTYPE)
-        options = softmax_scale, causal, backend, False, wants_lse, sm_margin, window, exact_lse
+        options = softmax_scale, causal, backend, False, wants_lse, sm_margin, window, exact_lse, scores
         return attend_packed(parts, *options)
 
     out, lse = attend_in_parts(v, attend_to) if needs_parts(v.shape[2]) else attend_to(v)

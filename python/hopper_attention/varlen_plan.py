@@ -126,10 +126,12 @@ def explain_varlen(
     if softmax_scale is not None:
         checks.check_scale(softmax_scale)
     is_fp8 = whole["q"].dtype == checks.FP8_DTYPE
-    in_16_bits = is_fp8 and scores is not NO_SCORES
+    target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
+    is_changed = scores is not NO_SCORES
+    of_kernel = mask, scores.kind, backend, exact_lse
+    in_16_bits = is_fp8 and is_changed and not fp8_rules.serves_in_e4m3(q.shape, v.shape, target, *of_kernel)
     if in_16_bits:
         whole = dequantized(whole)
-    target = target_of(q.device) if device_capability is None else imagined_target(device_capability)
     masked = mask.causal, (mask.has_window, mask.attention_chunk > 0)
     problem = forward_rules.packed_problem_of(whole["q"], whole["v"], *masked, scores.kind)
     specs, notes = of_one_launch(whole, problem, target, backend)
@@ -137,7 +139,7 @@ def explain_varlen(
     problem = replace(problem, has_qv=qv is not None)
     if is_fp8 and not in_16_bits:
         shapes, options = (specs["q"].shape, specs["v"].shape), (exact_lse, not return_attn_probs)
-        kind = fp8_rules.packed_problem(*shapes, mask, lengths[4:], *options)
+        kind = fp8_rules.packed_problem(*shapes, mask, lengths[4:], *options, scores.kind)
         choice = fp8_rules.choose_for(kind, target, backend)
         config = packed_config_of(kind, choice, target)
     else:
@@ -146,7 +148,7 @@ def explain_varlen(
         config = forward_rules.select_for(problem, choice.backend, target.capability)
     few = few_queries.NOT_FEW
     served_by: forward_rules.Config | DecodeConfig = config
-    if choice.backend == "hopper" and qv is None:
+    if choice.backend == "hopper" and qv is None and not (is_fp8 and is_changed and not in_16_bits):
         given_specs = whole["q"], whole["k"], whole["v"]
         of_few, in_e4m3 = (mask, scores.kind, sm_margin), is_fp8 and not exact_lse
         few = find_few_packed(given_specs, specs_of(lengths), lengths[4:], *of_few, in_e4m3=in_e4m3)

@@ -60,6 +60,9 @@ class Softmax(Enum):
     HALF_SCORES = "half"
 
 
+FP8_SCORE_FEATURES = ("softcap", "sinks")
+"""Of ``SCORE_FEATURES``, what FP8 kernels do."""
+
 STALE_MAXIMUM = (Softmax.LAGGING, Softmax.HALF_SCORES)
 """Softmaxes that go on with a maximum of earlier blocks."""
 
@@ -303,10 +306,13 @@ class Fp8ForwardConfig(ForwardConfig):
     @property
     def takes_groups(self) -> bool:
         """Where each block takes its maximum, and P V is one sum; of packed sequences if a head has one scale."""
-        takes_maxima = self.softmax in (Softmax.EXACT, Softmax.EAGER) and not (
-            self.two_level or self.wide_codes
-        )
-        return takes_maxima and (self.layout == DENSE or self.lone_scales)
+        return self.takes_maxima and (self.layout == DENSE or self.lone_scales)
+
+    @property
+    def takes_maxima(self) -> bool:
+        """Whether each block takes its maximum, and P V is one sum: then scores may be changed."""
+        takes_each = self.softmax in (Softmax.EXACT, Softmax.EAGER)
+        return takes_each and not (self.two_level or self.wide_codes)
 
     @property
     def takes_lone_scales(self) -> bool:
@@ -321,8 +327,13 @@ class Fp8ForwardConfig(ForwardConfig):
 
     def validate_precision(self) -> None:
         for name in SCORE_FEATURES:
-            if getattr(self, name):
+            if getattr(self, name) and name not in FP8_SCORE_FEATURES:
                 raise ValueError(f"{name} is True, allowed for {FP8_DTYPE}: False")
+            if getattr(self, name) and not self.takes_maxima:
+                raise ValueError(
+                    f"{name} is True, allowed for {FP8_DTYPE} where a block does not take its maximum, or P V is no "
+                    "single sum: False"
+                )
         if self.functions:
             raise ValueError(f"functions is {self.functions.name!r}, allowed for {FP8_DTYPE}: none")
         if self.tile_n % FP8_KEYS_PER_STEP:
@@ -354,10 +365,8 @@ class Fp8ForwardConfig(ForwardConfig):
             )
         if self.run_blocks or self.mean_blocks:
             _validate_runs(self)
-        if self.page_box and not (self.v_rows and self.lone_scales and not self.window):
-            raise ValueError(
-                f"page_box is {self.page_box}, allowed without v_rows and lone_scales, or with a window: 0"
-            )
+        if self.page_box and not (self.v_rows and self.lone_scales):
+            raise ValueError(f"page_box is {self.page_box}, allowed without v_rows and lone_scales: 0")
 
 
 def _validate_stale_maximum(config: Fp8ForwardConfig) -> None:

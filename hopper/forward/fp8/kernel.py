@@ -1,5 +1,7 @@
 """The Hopper forward kernel for e4m3 inputs with block scales."""
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
@@ -145,9 +147,51 @@ class GeneralFp8ForwardKernel(Fp8ForwardKernel):
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
 
 
+class ScoredFp8ForwardKernel(Fp8ForwardKernel):
+    """``GeneralFp8ForwardKernel`` with a softcap or sinks."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        tile_counter: cute.Tensor,
+        q_scale: cute.Tensor,
+        k_scale: cute.Tensor,
+        v_scale: cute.Tensor,
+        o_scale: cute.Tensor,
+        mean_v: cute.Tensor,
+        block_q: Int32,
+        block_k: Int32,
+        softmax_scale: Float32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        attention_chunk: Int32 | None,
+        plan: cute.Tensor | None,
+        sequences: Int32 | None,
+        softcap: Float32 | None,
+        sinks: cute.Tensor | None,
+        num_ctas: Int32,
+        stream,
+    ):
+        """Launch. ``softcap`` and ``sinks`` are those of ``GeneralForwardKernel``."""
+        scales = q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k
+        of_scores = scores_of(self.config, softmax_scale, softcap, sinks)
+        options = LaunchOptions(
+            extras=(*scales, *of_scores),
+            plan=(plan, sequences) if const_expr(self.config.layout == VARLEN) else (),
+            window=sides_of(self.config, window_left, window_right, attention_chunk),
+            softcap=(softcap,) if const_expr(self.config.softcap) else (),
+        )
+        tensors = PerOperand(mQ, mK, mV, mO)
+        self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
+
+
 class PagedFp8ForwardKernel(Fp8ForwardKernel):
-    """``Fp8ForwardKernel`` of packed queries on keys and values in the pages of a cache, whose heads have a scale each,
-    without a window."""
+    """``Fp8ForwardKernel`` of packed queries on the pages of a cache, whose heads have a scale each."""
 
     @cute.jit
     def __call__(
@@ -164,20 +208,35 @@ class PagedFp8ForwardKernel(Fp8ForwardKernel):
         o_scale: cute.Tensor,
         mean_v: cute.Tensor,
         softmax_scale: Float32,
+        window_left: Int32 | None,
+        window_right: Int32 | None,
+        attention_chunk: Int32 | None,
         plan: cute.Tensor,
         sequences: Int32,
         page_table: cute.Tensor,
         leftpad: cute.Tensor,
+        softcap: Float32 | None,
+        sinks: cute.Tensor | None,
         num_ctas: Int32,
         stream,
     ):
-        """Launch. mQ and mO are (total, heads, head_dim), mK and mV (pages, page_size, kv_heads, head_dim);
-        ``page_table`` and ``leftpad`` are those of ``Pages``."""
-        no_blocks = Int32(0), Int32(0)
+        """Launch. mQ and mO are (total, heads, head_dim), mK and mV (pages, page_size, kv_heads, head_dim); what is not
+        said here is as for ``GeneralForwardKernel``."""
+        scales = q_scale, k_scale, v_scale, o_scale, mean_v, Int32(0), Int32(0)
         options = LaunchOptions(
-            extras=(q_scale, k_scale, v_scale, o_scale, mean_v, *no_blocks),
+            extras=(*scales, *scores_of(self.config, softmax_scale, softcap, sinks)),
             plan=(plan, sequences),
             pages=(page_table, leftpad),
+            window=sides_of(self.config, window_left, window_right, attention_chunk),
+            softcap=(softcap,) if const_expr(self.config.softcap) else (),
         )
         tensors = PerOperand(mQ, mK, mV, mO)
         self._launch(tensors, mLSE, tile_counter, options, softmax_scale, num_ctas, stream)
+
+
+def scores_of(config: Fp8ForwardConfig, softmax_scale: Float32, softcap: Any, sinks: Any) -> tuple:
+    """The last fields of ``BlockScales``, of a kernel without runs; () where nothing is done to scores."""
+    if not (config.softcap or config.sinks):
+        return ()
+    factor = (softmax_scale / softcap,) if config.softcap else ()
+    return (), factor, (sinks,) if config.sinks else ()

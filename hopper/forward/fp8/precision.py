@@ -1,5 +1,6 @@
 """What e4m3 inputs with block scales decide about the forward kernel."""
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass.cute as cute
@@ -8,6 +9,7 @@ from cutlass import Float32, Int32
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fragments import COLUMNS_PER_GROUP
 from cute_kernels.problem import VARLEN
+from cute_kernels.score_tile import ScoreTile, SoftCap
 from cute_kernels.softmax import OnlineSoftmax
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.forward.consumer import Consumer
@@ -30,6 +32,7 @@ from hopper.forward.fp8.softmax.far import FarHalfScoresSoftmax
 from hopper.forward.fp8.softmax.grouped import GroupedEager
 from hopper.forward.fp8.softmax.lagging import LaggingSoftmax
 from hopper.forward.fp8.softmax.lone import LoneEager, LoneExact, LoneHalfScores, LoneLagging, LoneScales
+from hopper.forward.fp8.softmax.scored import ScaledSoftCap, with_scores
 from hopper.forward.fp8.staging import Staging
 from hopper.forward.fp8.two_level import TwoLevelOutput
 from hopper.forward.fp8.warp_scores import WarpScores
@@ -93,7 +96,13 @@ class BlockScaled(SixteenBits):
     def make_softmax(self, scale_log2: Float32, extras: tuple, storage: Any) -> OnlineSoftmax:
         c, scales = self.config, BlockScales(*extras)
         tile_scales = (scales.q, scales.o, scales.block_q)
-        arguments: tuple[Any, ...] = scale_log2, tile_scales, self._slots(storage), c.polynomial_pairs
+        of_scores = self._of_scores(scale_log2, scales)
+        arguments: tuple[Any, ...] = (
+            self._scale(scale_log2, scales),
+            tile_scales,
+            self._slots(storage),
+            c.polynomial_pairs,
+        )
         kind = SOFTMAXES[c.softmax]
         if c.softmax is Softmax.LAGGING:
             arguments = *arguments, self._warp_scores(storage)
@@ -102,11 +111,32 @@ class BlockScaled(SixteenBits):
         if c.lowers_queries:
             kind, arguments = HalfScoresOfAnyCodes, (*arguments, (self._queries(storage),))
         if not c.lone_scales:
-            return GroupedEager(*arguments, group=c.group) if c.group > 1 else kind(*arguments)
+            of_group = {"group": c.group} if c.group > 1 else {}
+            kind = GroupedEager if c.group > 1 else kind
+            return with_scores(kind, c.softcap, c.sinks)(*arguments, **of_group, **of_scores)
         has_registers = c.head_dim_v <= COLUMNS_WITH_REGISTERS_TO_SPARE
         begins = {"makes_words_once": has_registers, "blocks_a_wary_block": c.blocks_a_wary_block}
         of_half = begins if c.lowers_queries else {}
-        return LONE[kind](*arguments, head_scales=(scales.k, scales.v), **of_half)
+        kind = with_scores(LONE[kind], c.softcap, c.sinks)
+        return kind(*arguments, head_scales=(scales.k, scales.v), **of_half, **of_scores)
+
+    def softcaps(self, factors: tuple[Float32, ...]) -> tuple[SoftCap, ...]:
+        """Nothing is done to all of them alike: rows have scales."""
+        return ()
+
+    def score_tile(self, scores: ScoreTile, softmax: OnlineSoftmax) -> ScoreTile:
+        return replace(scores, changes=(ScaledSoftCap(softmax.factors),)) if self.config.softcap else scores
+
+    def _scale(self, scale_log2: Float32, scales: BlockScales) -> Float32:
+        """What scores are multiplied by beside the scales of Q and K."""
+        return scales.factor[0] if self.config.softcap else scale_log2
+
+    def _of_scores(self, scale_log2: Float32, scales: BlockScales) -> dict[str, Any]:
+        """Arguments of ``with_scores``."""
+        c = self.config
+        of_cap = {"cap_log2": scale_log2} if c.softcap else {}
+        of_rows = {"heads_of_tile": c.group, "in_parts": c.split}
+        return of_cap | ({"sinks": scales.sinks[0], **of_rows} if c.sinks else {})
 
     def enter_head(self, softmax: OnlineSoftmax, place: TilePlace):
         if self.config.lone_scales:
@@ -126,7 +156,10 @@ class BlockScaled(SixteenBits):
             return NoScales()
         largest_unit = cute.make_rmem_tensor(1, Float32)
         kind = PartScalePublisher if self.config.split else ScalePublisher
-        return kind(scale_log2, BlockScales(*extras), self.config.tile_n, self._slots(storage), largest_unit)
+        scales = BlockScales(*extras)
+        return kind(
+            self._scale(scale_log2, scales), scales, self.config.tile_n, self._slots(storage), largest_unit
+        )
 
     def make_correction(self, extras: tuple, storage: Any) -> MeanOfV:
         c, scales = self.config, BlockScales(*extras)

@@ -56,7 +56,8 @@ class BlockScales(NamedTuple):
 
     With ``lone_scales`` ``q`` is (batch, kv_heads, heads of each, or tiles of heads), with any strides, and ``k`` and
     ``v`` are (batch, kv_heads, 1), of packed sequences too. Batch may be the caller's sequences alone there, behind
-    which the scale is 1; that of ``mean_v`` is the one of ``o``.
+    which the scale is 1; that of ``mean_v`` is the one of ``o``. ``factor`` is empty, or of a softcap and has
+    softmax_scale / cap; ``sinks`` is empty or has those of all heads.
     """
 
     q: cute.Tensor
@@ -67,6 +68,8 @@ class BlockScales(NamedTuple):
     block_q: Int32 | cute.FastDivmodDivisorV2
     block_k: Int32
     runs: tuple[Runs, ...] = ()
+    factor: tuple[Float32, ...] = ()
+    sinks: tuple[cute.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

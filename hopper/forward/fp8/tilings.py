@@ -16,6 +16,7 @@ from hopper.config import (
     Registers,
     validate_forward_config,
 )
+from hopper.forward.fp8.changes import NO_CHANGES, Changes
 from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.native import BETWEEN, Native, fitted, native_of, native_size, with_used_columns
 from hopper.forward.tilings import (
@@ -453,20 +454,23 @@ def select_fp8_few_queries_config(
     split: bool,
     layout: str = DENSE,
     page_rows: int = END_TO_END,
+    changes: Changes = NO_CHANGES,
 ) -> Fp8ForwardConfig:
     """The config for few queries of e4m3, dense or packed by ``layout``, V in rows and one scale for all keys of a
     head, and for the queries of ``group`` heads, which stand in the ``tile_rows`` rows of a tile. With ``split``
     several CTAs visit parts of a tile's keys. ``page_rows`` are those of ``hopper.forward.tilings.PAGE_ROWS`` that are
-    known of the pages of a cache, where packed queries attend to one.
+    known of the pages of a cache, where packed queries attend to one. ``changes`` are what is masked and done to
+    scores.
 
     Raises:
         ValueError: a head dimension is too large, or no tile has ``group`` heads.
     """
     native = native_size(max(head_dim, head_dim_v))
-    tiles = few_queries_tilings(layout, split)[native.tiles]
+    takes_registers = changes.softcap and changes.sinks
+    tiles = few_queries_tilings(VARLEN if changes.window else layout, split or takes_registers)[native.tiles]
     built = replace(build(tiles[tile_rows], native, causal, output), layout=layout)
     box = box_of_pages(built.tile_n, page_rows)
-    config = replace(with_lone_scales(built), group=group, split=split, page_box=box)
+    config = replace(changes.of(with_lone_scales(built)), group=group, split=split, page_box=box)
     config = with_used_columns(config, head_dim, head_dim_v)
     validate_forward_config(config)
     return config

@@ -26,13 +26,15 @@ from hopper_attention.launch.base import (
 from hopper_attention.launch.decode import table_of
 from hopper_attention.launch.few_packed_fp8 import scales_of_heads
 from hopper_attention.launch.forward import find_config
+from hopper_attention.launch.fp8 import changes_for_fp8
 from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
 from hopper_attention.launch.split_forward import SplitSizes, find_combine
 from hopper_attention.layout import Repair, make_packed_addressable, new_layout, repair_for
+from hopper_attention.masks import kernel_sides
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE
 from hopper_attention.problem import Fp8AttentionProblem
-from hopper_attention.scores import NO_SCORES
+from hopper_attention.scores import Scores
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,10 @@ class CacheTilesLauncher(Launcher):
     combine: tuple[Kernel, ...]
     repairs: tuple[Repair, Repair]
 
-    def __call__(self, call: CacheCall, tensors: CacheTensors) -> tuple[Tensor, Tensor]:
+    def __call__(self, call: CacheCall, tensors: CacheTensors, scores: Scores) -> tuple[Tensor, Tensor]:
         """out (total_q, heads, head_dim_v), and lse (heads, total_q), which lacks its rows if it is not wanted."""
         if self.device_index != torch.cuda.current_device():
-            there: tuple[Tensor, Tensor] = self.call_there(call, tensors)
+            there: tuple[Tensor, Tensor] = self.call_there(call, tensors, scores)
             return there
         shape, t = call.shape, tensors
         q = make_packed_addressable(t.q if shape.is_packed_q else t.q.flatten(0, 1))
@@ -72,7 +74,7 @@ class CacheTilesLauncher(Launcher):
         arguments = self._of_codes if is_e4m3 else self._of_16_bits
         if not self.config.page_box:
             caches = [x.flatten(0, 1) for x in caches]
-        self.kernel(q, *caches, *filled, counter, *arguments(call, t, plan), self.num_ctas)
+        self.kernel(q, *caches, *filled, counter, *arguments(call, t, plan, scores), self.num_ctas)
         for combine in self.combine:
             merged = lse.as_strided(*sizes.lse[:2]) if call.wants_lse else no_lse
             combine(*filled, out.view(sizes.out[0]), merged)
@@ -95,22 +97,33 @@ class CacheTilesLauncher(Launcher):
             table = device_memory.multiples(call.shape.batch, 1, device)[:, None]
         return table, device_memory.no_lengths(device) if leftpad is None else leftpad
 
-    def _of_16_bits(self, call: CacheCall, tensors: CacheTensors, plan: Tensor) -> tuple[Any, ...]:
+    def _sides(self, call: CacheCall) -> tuple[int | None, ...]:
+        """Those of the window, as the kernel takes them."""
+        return kernel_sides(*call.mask.sides) if self.config.window else NO_SIDES
+
+    def _of_16_bits(
+        self, call: CacheCall, tensors: CacheTensors, plan: Tensor, scores: Scores
+    ) -> tuple[Any, ...]:
         """Arguments of the kernel between the counter of tiles and the number of CTAs."""
         shape = call.shape
-        changes = NO_SCORES.for_kernel(shape.batch, shape.heads)
+        changes = scores.for_kernel(shape.batch, shape.heads)
         of_plan = plan, shape.batch + 1
-        return call.softmax_scale, *NO_SIDES, *of_plan, *self._pages(call, tensors), *changes
+        return call.softmax_scale, *self._sides(call), *of_plan, *self._pages(call, tensors), *changes
 
-    def _of_codes(self, call: CacheCall, tensors: CacheTensors, plan: Tensor) -> tuple[Any, ...]:
+    def _of_codes(
+        self, call: CacheCall, tensors: CacheTensors, plan: Tensor, scores: Scores
+    ) -> tuple[Any, ...]:
         """The same."""
         shape, of_plan = call.shape, (plan, call.shape.batch + 1)
         groups = shape.heads // (self.config.group * shape.kv_heads)
         descales = tensors.q_descale, tensors.k_descale, tensors.v_descale
         scales = scales_of_heads(descales, (shape.batch, shape.kv_heads, groups), shape.device)
+        sides, changes = self._sides(call), changes_for_fp8(scores)
         if self.config.page_box:
-            return *scales, call.softmax_scale, *of_plan, *self._pages(call, tensors)
-        return *scales, ONE_PER_SEQUENCE, ONE_PER_SEQUENCE, call.softmax_scale, *NO_SIDES, *of_plan
+            return *scales, call.softmax_scale, *sides, *of_plan, *self._pages(call, tensors), *changes
+        blocks = ONE_PER_SEQUENCE, ONE_PER_SEQUENCE
+        changes = changes if self.config.softcap or self.config.sinks else ()
+        return *scales, *blocks, call.softmax_scale, *sides, *of_plan, *changes
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)

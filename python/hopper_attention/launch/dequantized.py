@@ -1,4 +1,4 @@
-"""Attention of e4m3 tensors with softcap, ALiBi slopes or sinks: no FP8 kernel has these, so 16 bits compute.
+"""Attention of e4m3 tensors whose scores are changed as no FP8 kernel does it, so that 16 bits compute.
 
 Q, K and V are data times descale, rounded once to the dtype of the output, as the backend without WGMMA takes all FP8
 tensors. What then runs is what runs such a call of 16-bit tensors.

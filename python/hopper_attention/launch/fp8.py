@@ -52,6 +52,7 @@ from hopper_attention.problem import Fp8AttentionProblem
 from hopper_attention.quantization_rules import restore_values
 from hopper_attention.quantized import QuantizedQKV, QuantizedTensor, TransposedV
 from hopper_attention.reference.fp8 import P_EXPONENT, attention_tiled_fp8
+from hopper_attention.scores import NO_SCORES, PLAIN, Scores
 from hopper_attention.shapes import fit_shapes
 
 ALL_ROWS = 2**31 - 1
@@ -136,7 +137,8 @@ class Fp8HopperLauncher(Launcher):
     share a scale, or ALL_ROWS. ``transposes`` says that the kernel takes V in rows, ``has_window`` that it takes the
     sides of a window, ``widens`` that it takes Q and K as ``widened`` makes them, ``lone_scales`` that it takes a scale
     for each head of Q, K and V. ``note_floats``, ``mean_blocks`` and ``tile_n`` are those of its config. ``combine`` is
-    empty, or what adds up the ``splits`` parts of results that the kernel leaves then.
+    empty, or what adds up the ``splits`` parts of results that the kernel leaves then. ``changes_scores`` says that the
+    kernel takes those of ``changes_for_fp8``.
     """
 
     kernel: Kernel
@@ -154,6 +156,7 @@ class Fp8HopperLauncher(Launcher):
     tile_n: int = 0
     splits: int = 1
     combine: tuple[Kernel, ...] = ()
+    changes_scores: bool = False
 
     def __call__(
         self,
@@ -161,9 +164,10 @@ class Fp8HopperLauncher(Launcher):
         softmax_scale: float,
         wants_lse: bool,
         window: Sides = FULL_SIDES,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(parts, softmax_scale, wants_lse, window)
+            return self.call_there(parts, softmax_scale, wants_lse, window, scores)
         q, k = parts.q.data, parts.k.data
         batch, seqlen_q, heads, _ = q.shape
         if self.widens:
@@ -183,7 +187,9 @@ class Fp8HopperLauncher(Launcher):
         rows_q = parts.q.block if parts.q.block < seqlen_q else ALL_ROWS
         values = self._values(parts.v)
         ones = device_memory.unit_scales(batch, kv_heads, device)
-        self.queue((q, k, values, out, lse), (of_q, *of_kv, ones), mean, rows_q, softmax_scale, window)
+        of_scores = changes_for_fp8(scores) if self.changes_scores else ()
+        of_call = (of_q, *of_kv, ones), mean, rows_q, softmax_scale, window
+        self.queue((q, k, values, out, lse), *of_call, of_scores=of_scores)
         if adds or not changes_values(parts):
             return out, lse
         return restore_values(out, parts, self.causal, window).to(out.dtype), lse
@@ -198,15 +204,17 @@ class Fp8HopperLauncher(Launcher):
         window: Sides,
         of_runs: tuple[Any, ...] | None = None,
         of_parts: tuple[Any, ...] = (),
+        of_scores: tuple[Any, ...] = (),
     ) -> None:
         """Queue the kernel on q, k, v, out and lse, with the scales of the first three, ``unit_scales`` and the mean of
         V, all as it reads them. ``rows_q`` rows of Q share a scale. Where V has lost means of runs, ``of_runs`` are
         their differences and changes (``RunMeans``), and room for ``notes_of`` these; else ``no_runs_of`` the call.
-        Memory ``of_parts``, ``pieces_of`` out, is the stream's if none is given; lse may have no rows there."""
+        Memory ``of_parts``, ``pieces_of`` out, is the stream's if none is given; lse may have no rows there.
+        ``of_scores`` are those of ``changes_for_fp8``, where the kernel takes them."""
         counter = device_memory.tile_counter(self.device_index)
         if of_runs is None:
             of_runs = no_runs_of(self, tensors[0].shape[0], tensors[0].device)
-        of_call = counter, scales, mean, rows_q, softmax_scale, window, of_runs
+        of_call = counter, scales, mean, rows_q, softmax_scale, window, of_runs, of_scores
         if not self.combine:
             self.kernel(*self.arguments(tensors, *of_call))
         for combine in self.combine:
@@ -244,6 +252,7 @@ class Fp8HopperLauncher(Launcher):
         softmax_scale: Any,
         window: Sides,
         of_runs: tuple[Any, ...],
+        of_scores: tuple[Any, ...] = (),
     ) -> tuple[Any, ...]:
         """What the kernel takes, in its order."""
         q_scale, k_scale, v_scale, o_scale = scales
@@ -262,7 +271,8 @@ class Fp8HopperLauncher(Launcher):
             self.block_k,
             softmax_scale,
             *((*kernel_sides(*window), *NO_PLAN) if self.has_window else ()),
-            *((*NO_SIDES, *NO_PLAN) if self.combine else ()),
+            *((*NO_SIDES, *NO_PLAN) if self.combine or (of_scores and not self.has_window) else ()),
+            *of_scores,
             *of_runs,
             self.num_ctas,
         )
@@ -272,6 +282,12 @@ class Fp8HopperLauncher(Launcher):
         if isinstance(v, TransposedV):
             return make_addressable(v.data)
         return make_addressable(v.data) if self.transposes else transpose_values(v.data)
+
+
+def changes_for_fp8(scores: Scores) -> tuple[Any, ...]:
+    """softcap and sinks as FP8 kernels take them, None for what there is not."""
+    softcap, _, sinks = scores.changes_for_kernel(1, 1)
+    return softcap, sinks
 
 
 def no_runs_of(launcher: Fp8HopperLauncher, batch: int, device: torch.device) -> tuple[Any, ...]:
@@ -318,19 +334,28 @@ def attend(
     sm_margin: int = 0,
     window: Sides = FULL_SIDES,
     exact_lse: bool = False,
+    scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of quantized tensors: out, with what was done to V undone, and lse.
 
     Without ``wants_lse`` the lse may lack its rows, and the problem is one ``without_lse``; ``exact_lse`` too is that
     of an ``Fp8AttentionProblem``.
     ``causal`` and ``window`` are those of a ``MaskSpec``. ``two_level`` is that of ``Fp8Problem``. ``sm_margin``
-    multiprocessors are left to others by the FP8 kernel.
+    multiprocessors are left to others by the FP8 kernel. ``scores`` are ``NO_SCORES``, or some that ``serves_scores``
+    has nothing against.
 
     Raises:
         ValueError: the tensors do not fit together, ``backend`` cannot run the problem, or ``sm_margin`` leaves the
             kernel no multiprocessor.
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
+    if scores is not NO_SCORES:
+        problem = problem_of(parts, causal, two_level, window, exact_lse, not wants_lse)
+        q, k = parts.q.data, parts.k.data
+        of_call = q.stride(), k.stride(), q.device, backend, sm_margin
+        found = find_fp8_launch(problem._replace(scores=scores.kind), *of_call, may_be_few=False)
+        assert isinstance(found, Fp8HopperLauncher)
+        return found(parts, softmax_scale, wants_lse, window, scores)
     launch = launch_for(parts, causal, backend, two_level, sm_margin, window, exact_lse, not wants_lse)
     return launch(parts, softmax_scale, wants_lse, window)
 
@@ -550,4 +575,5 @@ def find(
         tile_n=config.tile_n,
         splits=splits,
         combine=find_combine(config.out_dtype, splits),
+        changes_scores=problem.scores != PLAIN,
     )

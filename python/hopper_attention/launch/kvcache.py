@@ -330,7 +330,7 @@ def attend_by_tiles(call: CacheCall, tensors: CacheTensors, scores: Scores) -> R
         return attend_in_general(call, tensors, scores)
     if tensors.cache_leftpad is not None:
         tensors = tensors._replace(cache_seqlens=_lengths_of_keys(call.shape, tensors).int())
-    out, lse = find_tiles(call)(call, tensors)
+    out, lse = find_tiles(call)(call, tensors, scores)
     return _as_returned(call, out, lse)
 
 

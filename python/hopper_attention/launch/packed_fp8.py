@@ -23,7 +23,7 @@ from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.fp8_rules import KeysOfPacked, packed_problem
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of, no_vectors
 from hopper_attention.launch.forward import NO_SIDES
-from hopper_attention.launch.fp8 import EmulationLaunch, find_choice, find_config, vectors_of
+from hopper_attention.launch.fp8 import EmulationLaunch, changes_for_fp8, find_choice, find_config, vectors_of
 from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.launch.transpose import transpose_packed_values
 from hopper_attention.launch.varlen import is_empty, run_varlen
@@ -38,6 +38,7 @@ from hopper_attention.packed_quantized import (
 )
 from hopper_attention.problem import ONE_BLOCK, Fp8AttentionProblem
 from hopper_attention.rotation import rotate_back
+from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 
 PackedFp8Launch = Callable[[PackedQuantizedQKV, float, bool, Sides], tuple[Tensor, Tensor]]
 """(parts, softmax_scale, wants_lse, window) -> out (total_q, heads, head_dim_v), with what was done to V undone, and
@@ -92,10 +93,15 @@ class PackedFp8Launcher(Launcher):
     causal: bool
 
     def __call__(
-        self, parts: PackedQuantizedQKV, softmax_scale: float, wants_lse: bool, window: Sides
+        self,
+        parts: PackedQuantizedQKV,
+        softmax_scale: float,
+        wants_lse: bool,
+        window: Sides,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(parts, softmax_scale, wants_lse, window)
+            return self.call_there(parts, softmax_scale, wants_lse, window, scores)
         (total_q, heads, _), (total_k, kv_heads, _) = parts.q.shape, parts.k.shape
         batch, device, lengths = parts.batch, parts.q.data.device, parts.lengths
         check_packed_size("FP8 kernel", heads, batch, (total_q, total_k), self.config.tile_m)
@@ -119,6 +125,7 @@ class PackedFp8Launcher(Launcher):
             *self._sides(window),
             plan,
             batch + 1,
+            *(() if scores is NO_SCORES else changes_for_fp8(scores)),
             self.num_ctas,
         )
         return (out if adds else restore(out, parts, self.causal, window)), lse
@@ -205,13 +212,15 @@ def packed_problem_of(
     window: Sides,
     exact_lse: bool = False,
     without_lse: bool = False,
+    scores: ScoreKind = PLAIN,
 ) -> Fp8AttentionProblem:
-    """What of them decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``."""
+    """What of them decides on the kernel; ``causal`` and ``window`` are those of a ``MaskSpec``, ``scores`` is what
+    changes those of tensors with descales."""
     q, k, v = parts.q, parts.k, parts.v
     has_rows = not isinstance(v, PackedTransposedV)
     if has_rows and q.block == k.block == v.block == ONE_PER_SEQUENCE and not two_level:
         of_mask, longest = MaskSpec(causal, *window), parts.lengths[4:]
-        problem = packed_problem(q.shape, v.shape, of_mask, longest, exact_lse, without_lse)
+        problem = packed_problem(q.shape, v.shape, of_mask, longest, exact_lse, without_lse, scores)
         return replace(problem, out_dtype=parts.dtype)
     half_scores = scores_fit_half(q.largest, k.largest, q.shape[2])
     sizes, of_mask = (q.shape[0], q.shape[1]), MaskSpec(causal, *window)
@@ -271,14 +280,18 @@ def attend_packed(
     sm_margin: int = 0,
     window: Sides = FULL_SIDES,
     exact_lse: bool = False,
+    scores: Scores = NO_SCORES,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed quantized tensors: out (total_q, heads, head_dim_v), with what was done to V undone, and lse
     (heads, total_q). Arguments and errors are those of ``launch.fp8.attend``.
 
     Rows of no sequence get 0 and -inf, as do rows that see no key.
     """
-    problem = packed_problem_of(parts, causal, two_level, window, exact_lse, not wants_lse)
+    problem = packed_problem_of(parts, causal, two_level, window, exact_lse, not wants_lse, scores.kind)
     launch = find_packed_fp8(problem, parts.q.data.device, backend, sm_margin)
     if is_empty(parts.q.data, parts.k.data, parts.lengths):
         return no_results(parts)
-    return launch(parts, softmax_scale, wants_lse, window)
+    if scores is NO_SCORES:
+        return launch(parts, softmax_scale, wants_lse, window)
+    assert isinstance(launch, PackedFp8Launcher)
+    return launch(parts, softmax_scale, wants_lse, window, scores)

@@ -1,0 +1,28 @@
+"""What FP8 kernels do beside a causal mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hopper.forward.fp8.config import Fp8ForwardConfig
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a kernel does beside a causal mask; the fields of its config."""
+
+    window: bool = False
+    chunk: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    @property
+    def are_of_scores(self) -> bool:
+        return self.softcap or self.sinks
+
+    def of(self, config: Fp8ForwardConfig) -> Fp8ForwardConfig:
+        """``config`` with these."""
+        return replace(config, window=self.window, chunk=self.chunk, softcap=self.softcap, sinks=self.sinks)
+
+
+NO_CHANGES = Changes()
