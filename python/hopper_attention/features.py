@@ -11,6 +11,7 @@ import numbers
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
 from hopper_attention.dropout import draw_philox
 from hopper_attention.functions import MaskMod, ScoreMod, trace_block_mask, trace_functions
-from hopper_attention.masks import CAUSAL_MASK, NO_MASK, UNLIMITED, MaskSpec, check_window_lengths
+from hopper_attention.masks import (
+    CAUSAL_MASK,
+    FULL_SIDES,
+    NO_MASK,
+    UNLIMITED,
+    MaskSpec,
+    Sides,
+    check_window_lengths,
+)
 from hopper_attention.plain_calls import is_transformed
 from hopper_attention.scores import FunctionScores, Scores, check_slopes_are_constant
 
@@ -30,6 +39,9 @@ MISSING_IN_FP8 = {
     "mask_mod": "a function as a mask",
 }
 """Arguments for scores that e4m3 tensors do not go with, and what they ask for."""
+
+REMEMBERED_MASKS = 4096
+"""Windows and bounds of lengths whose masks are kept."""
 
 ALLOWED_WINDOWS = (
     "a pair (left, right) of ints from -1, or None for a side without a limit; (-1, -1) is no window"
@@ -99,6 +111,32 @@ def resolve_packed_mask(
         return CAUSAL_MASK if causal else NO_MASK
     chunk = _read_count("attention_chunk", attention_chunk)
     return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
+
+
+def mask_of_constants(
+    causal: Any, window_size: Any, attention_chunk: Any, max_seqlen_q: int, max_seqlen_k: int
+) -> tuple[Any, Sides] | None:
+    """causal and sides of ``resolve_packed_mask``, looked up, as making a mask takes longer than all else that is read
+    of a call like an earlier one; without a window ``causal`` as it is.
+
+    None if a window is said by other than plain numbers, or has no meaning, which is left to those who check it.
+    """
+    if is_full(window_size) and not is_given(attention_chunk, 0):
+        return causal, FULL_SIDES
+    if not is_constant(window_size) or type(attention_chunk) is not int:
+        return None
+    if type(causal) not in (bool, int) or causal not in (0, 1):
+        return None
+    return _mask_of_constants(bool(causal), window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
+
+
+@lru_cache(maxsize=REMEMBERED_MASKS)
+def _mask_of_constants(causal: bool, window_size: Any, *numbers: int) -> tuple[bool, Sides] | None:
+    try:
+        mask = resolve_packed_mask(causal, window_size, *numbers)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    return mask.causal, mask.sides
 
 
 def hides_keys(causal: bool, window_size: Any, attention_chunk: Any) -> bool:

@@ -11,6 +11,7 @@ from hopper_attention import checks, device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.descaled_again import Descales, Places, distinct, scale_at
 from hopper_attention.device_memory import Piece, Pieces
+from hopper_attention.features import mask_of_constants
 from hopper_attention.few_packed_queries import served_alike
 from hopper_attention.fp8_rules import classes_of_lengths, packed_problem
 from hopper_attention.launch import transpose
@@ -23,7 +24,7 @@ from hopper_attention.launch.split_forward import merge_in_script
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
-from hopper_attention.masks import CAUSAL_MASK, FULL_SIDES, NO_MASK
+from hopper_attention.masks import MaskSpec, Sides
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE
 from hopper_attention.packed_scripts import (
     FIRST,
@@ -43,20 +44,25 @@ from hopper_attention.plain_calls import is_plain_call
 from hopper_attention.quantized import E4M3
 from hopper_attention.value_parts import needs_parts
 
-Flags = tuple[Any, ...]
-"""causal, deterministic, backend, sm_margin, return_attn_probs and exact_lse of a call, and their types count."""
+Window = tuple[Any, Any, Any]
+"""causal, window_size and attention_chunk of a call."""
 
-Checked = tuple[bool, "str | None", int, bool, bool]
-"""causal, backend, sm_margin, whether the LSE is wanted, and whether exact."""
+Flags = tuple[Any, ...]
+"""deterministic, backend, sm_margin, return_attn_probs and exact_lse of a call, and their types count."""
+
+Checked = tuple[MaskSpec, "str | None", int, bool, bool]
+"""The mask, backend, sm_margin, whether the LSE is wanted, and whether exact."""
 
 
 @dataclass(frozen=True, slots=True)
 class FewPackedDescaledCall:
-    """What serves calls like an earlier one, by the decode kernel; ``places`` are those of descales among tensors."""
+    """What serves calls like an earlier one, by the decode kernel; ``places`` are those of descales among tensors,
+    ``window`` is that of their mask."""
 
     device_index: int
     launch: FewPackedLaunch | ReadyFewPacked
     places: Places
+    window: Sides
     default_scale: float
 
     def __call__(
@@ -65,32 +71,42 @@ class FewPackedDescaledCall:
         q, k, v = tensors[:3]
         of_q, of_k, of_v = (None if place is None else tensors[place] for place in self.places)
         descales = of_q, of_k, of_v
-        return self.launch(q, k, v, *lengths, scale, *FULL_SIDES, wants_lse, descales=descales)
+        return self.launch(q, k, v, *lengths, scale, *self.window, wants_lse, descales=descales)
 
 
 remembered: Remembered[ScriptedCall | FewPackedDescaledCall] = Remembered(REMEMBERED_CALLS)
 
 
 def attend(
-    q: Any, k: Any, v: Any, descales: Descales, lengths: Lengths, softmax_scale: Any, flags: Flags
+    q: Any,
+    k: Any,
+    v: Any,
+    descales: Descales,
+    lengths: Lengths,
+    softmax_scale: Any,
+    window: Window,
+    flags: Flags,
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a call without a window whose scores nothing changes, if one like it was made and ``serve`` can;
-    else None."""
+    """out and lse of a call whose scores nothing changes, if one like it was made and ``serve`` can; else None."""
     longest_q, longest_k = lengths[4:]
     if not (type(q) is type(k) is Tensor and type(longest_q) is type(longest_k) is int and may_be_like()):
         return None
     if longest_q < 1 or longest_k < 1 or k.dim() != q.dim() or k.dim() != 3:
         return None
+    mask = mask_of_constants(*window, longest_q, longest_k)
+    if mask is None:
+        return None
     tensors, places = distinct(q, k, v, descales)
-    group = _group_of(places, lengths, k.shape[0], flags)
+    group = _group_of(places, lengths, k.shape[0], (*mask, *flags))
     call = find_again(remembered, group, *tensors, *lengths.different)
-    return serve(call, tensors, lengths, softmax_scale, bool(flags[4]))
+    return serve(call, tensors, lengths, softmax_scale, bool(flags[3]))
 
 
 def remember(
     tensors: tuple[Tensor, Tensor, Tensor],
     descales: Descales,
     lengths: Lengths,
+    window: Window,
     flags: Flags,
     checked: Checked,
 ) -> None:
@@ -106,20 +122,22 @@ def remember(
     is_empty = 0 in (*q.shape, *k.shape, *v.shape) or lengths.cu_seqlens_q.shape[0] < 2
     if is_empty or lengths.seqused_q is not None or 0 in lengths[4:]:
         return
-    key = q.shape, k.shape, *_group_of(places, lengths, k.shape[0], flags)
+    of_mask = mask_of_constants(*window, *lengths[4:])
+    if of_mask is None:
+        return
+    key = q.shape, k.shape, *_group_of(places, lengths, k.shape[0], (*of_mask, *flags))
     if not remembered.comes_again(key) or not remembered.has_room(key, *compared):
         return
     if any(make_packed_addressable(x) is not x for x in (q, k, v)):
         return
-    causal, backend, sm_margin, wants_lse, exact_lse = checked
-    mask = CAUSAL_MASK if causal else NO_MASK
+    mask, backend, sm_margin, wants_lse, exact_lse = checked
     few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin, not exact_lse)
     call: ScriptedCall | FewPackedDescaledCall
     if isinstance(few, FewPackedFp8Launcher):
-        call = _call_of(few.attention, given, places, lengths, wants_lse, (few,))
+        call = _call_of(few.attention, given, places, lengths, mask.sides, wants_lse, (few,))
     elif few is not None:
         serving = ReadyFewPacked.of(few, tensors, lengths, descales) or few
-        call = FewPackedDescaledCall(index_of(q.device), serving, places, few.call.softmax_scale)
+        call = FewPackedDescaledCall(index_of(q.device), serving, places, mask.sides, few.call.softmax_scale)
     elif needs_parts(v.shape[2]):
         return
     else:
@@ -129,13 +147,13 @@ def remember(
             return
         if not launch.config.v_rows and not transpose.are_packed_counted(v, lengths):
             return
-        call = _call_of(launch, given, places, lengths, wants_lse)
+        call = _call_of(launch, given, places, lengths, mask.sides, wants_lse)
     remembered.keep(key, call, *compared)
 
 
 def _group_of(places: Places, lengths: Lengths, total_k: int, flags: Flags) -> tuple[Any, ...]:
-    """Of calls that one would serve, but for the sizes of tensors; k has ``total_k`` rows. Bounds of lengths decide
-    on the kernel."""
+    """Of calls that one would serve, but for the sizes of tensors; k has ``total_k`` rows, and ``flags`` begin with
+    those of the mask. Bounds of lengths decide on the kernel."""
     longest_q, longest_k = lengths[4:]
     few = served_alike(longest_q, longest_k, total_k) if longest_q <= MOST_QUERIES and total_k else None
     classes = few, classes_of_lengths(longest_q, longest_k)
@@ -147,6 +165,7 @@ def _call_of(
     tensors: tuple[Tensor, ...],
     places: Places,
     lengths: Lengths,
+    window: Sides,
     wants_lse: bool,
     few: tuple[FewPackedFp8Launcher, ...] = (),
 ) -> ScriptedCall:
@@ -185,5 +204,5 @@ def _call_of(
     ones = kept_argument(device_memory.unit_scales(batch, kv_heads, device))
     no_mean = kept_argument(no_vectors(batch, kv_heads, device))
     scales, blocks = (of_q, of_k, ones, of_v_scale), (ONE_PER_SEQUENCE, ONE_PER_SEQUENCE)
-    steps.append(shared.attention((Given(Q), Given(K), values), filled, scales, no_mean, blocks))
+    steps.append(shared.attention((Given(Q), Given(K), values), filled, scales, no_mean, blocks, window))
     return shared.call([*steps, *behind], work, checks.FP8_OUT_DTYPE)

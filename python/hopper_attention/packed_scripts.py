@@ -15,12 +15,13 @@ from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once
 from hopper_attention.launch.at_once import Given, Script, Step
-from hopper_attention.launch.base import NO_SIDES, current_device, no_vectors
+from hopper_attention.launch.base import current_device, no_vectors
 from hopper_attention.launch.packed_forward import OF_QUERIES
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered
+from hopper_attention.masks import FULL_SIDES, Sides
 
 Q, K, V, OUT, LSE, COUNTER, SCALE, STARTS_Q, STARTS_K, USED_K, PLAN, FIRST = range(12)
 """Arguments of a script. From ``FIRST`` on come further tensors of the call, and behind them other work memory."""
@@ -28,8 +29,8 @@ Q, K, V, OUT, LSE, COUNTER, SCALE, STARTS_Q, STARTS_K, USED_K, PLAN, FIRST = ran
 
 @dataclass(frozen=True, slots=True)
 class ScriptedCall:
-    """What serves calls like an earlier one, without a window: ``script`` makes its launches, in memory for ``work``,
-    of which the plan is the first piece. ``kept`` lives as long."""
+    """What serves calls like an earlier one: ``script`` makes its launches, in memory for ``work``, of which the plan is
+    the first piece. ``kept`` lives as long."""
 
     device_index: int
     script: Script
@@ -157,10 +158,11 @@ class PackedSteps:
         scales: tuple[Any, Any, Any, Any],
         mean: Any,
         blocks: tuple[int, int],
+        window: Sides = FULL_SIDES,
     ) -> Step:
         """What attends: to ``tensors`` q, k and v, with ``scales`` of them and of the output, into ``filled``. Of Q and
-        of K ``blocks`` of rows share a scale."""
-        options = *NO_SIDES, Given(PLAN), self.batch + 1, self.launcher.num_ctas
+        of K ``blocks`` of rows share a scale; ``window`` is that of a ``MaskSpec``."""
+        options = *self.launcher.sides(window), Given(PLAN), self.batch + 1, self.launcher.num_ctas
         given = *tensors, *filled, Given(COUNTER), *scales, mean, *blocks, Given(SCALE), *options
         return Step(self.launcher.kernel, given)
 

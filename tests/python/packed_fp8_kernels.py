@@ -122,7 +122,7 @@ class Kernels:
         kinds = {PlanConfig: self.plan, TransposeConfig: self.transpose, WidenConfig: self.widen}
         if type(config) in kinds:
             return kinds[type(config)]
-        assert isinstance(config, Fp8ForwardConfig) and config.layout == "varlen" and not config.window
+        assert isinstance(config, Fp8ForwardConfig) and config.layout == "varlen"
         return lambda *given: self.attend(config, *given)
 
     def plan(self, *given: Any) -> None:
@@ -151,10 +151,12 @@ class Kernels:
         check_as_compiled(config, *given[:11])
         q, k, v, out, lse, _, *scales, mean = given[:11]
         rows_q, rows_k, scale, *sides, plan, sequences, ctas = given[11:]
-        assert mean.shape[2] == 0 and rows_q == rows_k == ONE_PER_SEQUENCE and sides == [None] * 3
+        assert mean.shape[2] == 0 and rows_q == rows_k == ONE_PER_SEQUENCE
+        assert [x is not None for x in sides] == [config.window] * 2 + [config.chunk]
         assert ctas == SMS * config.ctas_per_sm
         splits = out.shape[0] if config.split else 1
         self.calls.append({"config": config, "scale": scale, "scales": scales, "lse": lse, "splits": splits})
+        self.calls[-1] |= {"sides": sides, "plan": plan.clone()}
         records = sequences_of(plan, sequences, q.shape[0], config.tile_queries)
         for number, record in enumerate(records):
             rows, keys = (slice(first, first + n) for first, n in (record[:2], record[2:]))
@@ -163,7 +165,7 @@ class Kernels:
             whole = q[rows].double() * of_q[:, None], k[keys].double() * of_k[:, None]
             given = *whole, values.double() * of_v[:, None], scale, config.causal, None
             for part in range(splits):
-                found, found_lse = attend_to_part(*given, (part, splits))
+                found, found_lse = attend_to_part(*given, (part, splits), sides)
                 if config.split:
                     out[part, 0, rows], lse[part, 0, rows] = found, found_lse
                 else:

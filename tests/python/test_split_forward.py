@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -101,17 +101,31 @@ class Kernels:
 
 
 def attend_to_part(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cap: float | None, part: tuple[int, int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    cap: float | None,
+    part: tuple[int, int],
+    sides: Sequence[int | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor]:
-    """out (rows, heads, columns) and lse (rows, heads) of a part of the keys, float64."""
+    """out (rows, heads, columns) and lse (rows, heads) of a part of the keys, float64; ``sides`` are those of a window
+    and its chunk, as kernels take them."""
     (number, count), (rows, heads, _), keys = part, q.shape, k.shape[0]
     of_k, of_v = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->qhk", q.double(), of_k) * scale
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     at = torch.arange(keys)
     seen = (keys * number // count <= at) & (at < keys * (number + 1) // count)
+    level = torch.arange(rows)[:, None, None] + keys - rows
     if causal:
-        seen = seen & (at <= torch.arange(rows)[:, None, None] + keys - rows)
+        seen = seen & (at <= level)
+    left, right, chunk = sides
+    if left is not None and right is not None:
+        seen = seen & (at >= level - left) & (at <= level + right)
+    if chunk is not None:
+        seen = seen & (at // chunk == level // chunk)
     scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)
     return torch.einsum("qhk,khd->qhd", (scores - lse[..., None]).exp().nan_to_num(0.0), of_v), lse

@@ -71,9 +71,9 @@ class FewPackedLaunch:
 
 @dataclass(frozen=True, slots=True)
 class ReadyFewPacked:
-    """A ``VarlenLaunch`` without a window, of tensors of the same sizes and strides in every call, all keys of which
-    are used, with descales or without. Lengths and left pads are parts of cu_seqlens_k. ``launch`` serves where
-    ``script`` cannot."""
+    """A ``VarlenLaunch`` with the window of its call, of tensors of the same sizes and strides in every call, all keys
+    of which are used, with descales or without. Lengths and left pads are parts of cu_seqlens_k. ``launch`` serves
+    where ``script`` cannot."""
 
     launch: FewPackedLaunch
     device_index: int

@@ -122,7 +122,7 @@ class PackedFp8Launcher(Launcher):
             parts.q.block,
             parts.k.block,
             softmax_scale,
-            *self._sides(window),
+            *self.sides(window),
             plan,
             batch + 1,
             *(() if scores is NO_SCORES else changes_for_fp8(scores)),
@@ -130,7 +130,7 @@ class PackedFp8Launcher(Launcher):
         )
         return (out if adds else restore(out, parts, self.causal, window)), lse
 
-    def _sides(self, window: Sides) -> tuple[int | None, ...]:
+    def sides(self, window: Sides) -> tuple[int | None, ...]:
         """Those of the window as the kernel takes them."""
         if not self.config.window:
             return NO_SIDES
