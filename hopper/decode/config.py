@@ -226,8 +226,6 @@ def validate_decode_config(config: DecodeConfig) -> None:
         raise ValueError(
             f"box_rows is {c.box_rows}, allowed: one of {BOX_ROWS} that divides tile_n {c.tile_n}"
         )
-    if c.cache_dtype and c.softcap:
-        raise ValueError("softcap is True with a cache of e4m3, allowed: False")
     if c.is_widened != (c.raw_stages > 1):
         raise ValueError(
             f"raw_stages is {c.raw_stages}, allowed: 2 or more with a cache of e4m3 and tile_m 32 or 64, else 0"

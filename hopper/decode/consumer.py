@@ -22,7 +22,7 @@ from hopper.decode.config import BOX_COLUMNS, DecodeConfig
 from hopper.decode.masks import RowMask
 from hopper.decode.operands import Keys, clear_rows
 from hopper.decode.rows import HeadRows, TileRows
-from hopper.decode.softmax import RowSoftmax, scale_of_scores
+from hopper.decode.softmax import RowSoftmax, TileSoftCap, scale_of_scores
 from hopper.wgmma import issue_gemm, keep_descriptor
 
 
@@ -40,7 +40,7 @@ class Consumer(LoopInvariant):
         k: Keys,
         v: Keys,
         softmax: RowSoftmax,
-        softcaps: tuple[SoftCap, ...],
+        softcaps: tuple[SoftCap | TileSoftCap, ...],
         thread: Int32,
     ):
         self.config, self.k, self.v = config, k, v
@@ -87,10 +87,14 @@ class Consumer(LoopInvariant):
         return softmax.shift[r], total, softmax.sum_of_rounded(r, total)
 
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, rows: HeadRows, scale_log2: Float32):
-        """The thread's rows of Q; zeros for rows and columns that there are not. ``scale_log2`` is that of scores."""
+    def load_queries(self, mQ: cute.Tensor, rows: HeadRows, scale: Float32):
+        """The thread's rows of Q; zeros for rows and columns that there are not. ``scale`` is that of exponents of 2,
+        or where there are descales and a softcap of what its tanh is of."""
         has_descale = const_expr(bool(self.config.cache_dtype))
-        self.softmax.scale_log2 = scale_of_scores(scale_log2) if has_descale else scale_log2
+        if const_expr(has_descale and self.config.softcap):
+            self.softcaps[0].factor[0] = scale
+        else:
+            self.softmax.scale_log2 = scale_of_scores(scale) if has_descale else scale
         self.has_rows[0] = Int32(rows.are_any)
         words = cute.recast_tensor(self.tSrQ, Int32)
         words.fill(0)

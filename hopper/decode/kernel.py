@@ -34,7 +34,7 @@ from hopper.decode.row_scales import LANES as LANES_OF_SCALES
 from hopper.decode.row_scales import RowScales
 from hopper.decode.rows import HeadRows, TileRows
 from hopper.decode.schedule import HeadsTogether, TileParts, heads_together, launched_together
-from hopper.decode.softmax import RowSoftmax
+from hopper.decode.softmax import RowSoftmax, TileSoftCap
 from hopper.decode.swapped_consumer import SwappedConsumer
 from hopper.decode.widener import Widener
 from hopper.tiles import WARPS_PER_WARPGROUP, swizzled_layout
@@ -269,17 +269,26 @@ class DecodeKernel:
                 cute.arch.setmaxregister_increase(c.registers["consumer"])
             thread = warp * cute.arch.WARP_SIZE + lane
             if const_expr(c.is_swapped):
-                consumer = SwappedConsumer(c, *wide, (storage.sQ, storage.sP, storage.exchange), thread)
+                memory, capped_log2 = (
+                    (storage.sQ, storage.sP, storage.exchange),
+                    tuple(scale_log2 for _ in cap_factors),
+                )
+                consumer = SwappedConsumer(c, *wide, memory, thread, capped_log2)
             else:
                 softmax = RowSoftmax(scale_log2, self.dtype, c.rows_per_thread)
-                softcaps = tuple(SoftCap(factor, self.dtype is Float16) for factor in cap_factors)
+                is_precise = DSL_DTYPES[c.dtype] is Float16
+                softcaps = tuple(SoftCap(factor, is_precise) for factor in cap_factors)
+                if const_expr(bool(c.cache_dtype)):
+                    softcaps = tuple(TileSoftCap(is_precise) for _ in cap_factors)
                 consumer = Consumer(c, self._tiled_mmas(), *wide, softmax, softcaps, thread)
             parts = PartialResults(c, outputs.parts, work.heads)
             results = Results(c, outputs.o, outputs.lse, outputs.sinks, outputs.factors, parts, work.cta)
             shared = ()
             if const_expr(c.cluster > 1):
                 shared = (ClusterParts.of(c, storage.cluster_parts, work.cta),)
-            given = mQ, scale_log2, score_factors, raw
+            # Descales belong to scores, which come before the tanh of a softcap.
+            is_before_cap = const_expr(c.softcap and bool(c.cache_dtype))
+            given = mQ, cap_factors[0] if is_before_cap else scale_log2, score_factors, raw
             self._consume(work, work.begin(begin, lane), consumer, (results, shared), *given)
 
     @cute.kernel
@@ -347,12 +356,13 @@ class DecodeKernel:
         consumer: Consumer | SwappedConsumer,
         targets: tuple,
         mQ: cute.Tensor,
-        scale_log2: Float32,
+        score_scale: Float32,
         score_factors: tuple,
         raw: tuple,
     ):
         """Every tile of which this CTA has a part, from ``begin`` on. ``targets`` are the results, and what the cluster
-        puts together, ``raw`` K and V as they come."""
+        puts together, ``score_scale`` and ``score_factors`` what scores are multiplied with, ``raw`` K and V as they
+        come."""
         c = self.config
         results, shared = targets
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, c.stages)
@@ -370,7 +380,7 @@ class DecodeKernel:
                 if const_expr(c.cluster == 1):
                     results.leave_nothing(rows)
             else:
-                consumer.load_queries(mQ, rows, scale_log2 * rows.tile.factor(score_factors))
+                consumer.load_queries(mQ, rows, score_scale * rows.tile.factor(score_factors))
                 if const_expr(c.guesses):
                     for keys in raw:
                         keys.wait_ahead()

@@ -2,10 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, const_expr
+from cutlass import Float16, Float32, Int32, const_expr
 
 from cute_kernels.fast_math import max_over_lanes, maximum_of, maximum_or_nan, multiply_rounded
 from cute_kernels.fragments import LANES_PER_ROW, as_rows
+from cute_kernels.invariant import LoopInvariant
+from cute_kernels.score_tile import SoftCap
 from cute_kernels.softmax import LEAST, SMALLEST_SCALE, RoundingSoftmax, scale_row
 
 
@@ -15,6 +17,16 @@ def scale_of_scores(scale: Float32) -> Float32:
     would turn maxima into minima."""
     least = maximum_or_nan(scale, Float32(SMALLEST_SCALE))
     return least if scale >= Float32(0.0) else Float32.nan
+
+
+class TileSoftCap(LoopInvariant):
+    """``SoftCap`` whose ``factor`` may differ from tile to tile, with the descale of its K/V head."""
+
+    def __init__(self, is_precise: bool):
+        self.is_precise, self.factor = is_precise, cute.make_rmem_tensor(1, Float32)
+
+    def apply(self, acc_S: cute.Tensor, n_block: Int32) -> None:
+        SoftCap(self.factor[0], self.is_precise).apply(acc_S, n_block)
 
 
 class RowSoftmax(RoundingSoftmax):

@@ -75,9 +75,18 @@ class SwappedConsumer(LoopInvariant):
     block, since WGMMA cuts sums of e4m3 at 2^-13 of the largest term.
 
     Scales of single keys multiply their scores, before any is masked, and those of single values P before it is split.
+    ``capped_log2`` is as in ``SwappedSoftmax``.
     """
 
-    def __init__(self, config: DecodeConfig, k: Keys, v: Keys, memory: tuple, thread: Int32):
+    def __init__(
+        self,
+        config: DecodeConfig,
+        k: Keys,
+        v: Keys,
+        memory: tuple,
+        thread: Int32,
+        capped_log2: tuple[Float32, ...] = (),
+    ):
         self.config, self.k, self.v, self.thread = config, k, v, thread
         self.warp, self.lane = thread // LANES, thread % LANES
         c = config
@@ -85,7 +94,7 @@ class SwappedConsumer(LoopInvariant):
         sQ = memory[0].get_tensor(cute.make_layout(query_words(c.tile_m, c.head_dim)))
         sP = memory[1].get_tensor(layout.outer, swizzle=layout.inner)
         exchange = memory[2].get_tensor(cute.make_layout((WARPS_PER_WARPGROUP, c.tile_m)))
-        self.softmax = SwappedSoftmax(c, exchange, self.warp, self.lane)
+        self.softmax = SwappedSoftmax(c, exchange, self.warp, self.lane, capped_log2)
         self.exchange = exchange
         self.scores = SwappedScores(c, k, sQ, self.warp, self.lane)
         self.pv = swapped_mma(c)
@@ -125,9 +134,10 @@ class SwappedConsumer(LoopInvariant):
         return self.softmax.shift[r], self.softmax.row_sum[r], self.softmax.row_sum[r]
 
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, rows: SwappedRows, scale_log2: Float32):
-        """Take the rows of Q, and begin."""
-        self.scores.load_queries(mQ, rows, scale_log2, self.exchange[0, None])
+    def load_queries(self, mQ: cute.Tensor, rows: SwappedRows, scale: Float32):
+        """Take the rows of Q, and begin. ``scale`` is that of scores as exponents of 2, or under a softcap of what its
+        tanh is of."""
+        self.scores.load_queries(mQ, rows, scale, self.exchange[0, None])
         sync_consumers()
         self.softmax.start()
 
@@ -167,6 +177,7 @@ class SwappedConsumer(LoopInvariant):
         self._scale_scores(scores, state)
         cute.arch.sync_warp()
         self.k.release(state, self.lane)
+        self.softmax.cap(scores)
 
     def _key(self, n: int) -> Int32:
         """Of score ``n`` of a thread, in its block."""

@@ -64,9 +64,9 @@ class SwappedScores(LoopInvariant):
         return cute.make_tensor(self.sums[0].iterator, cute.make_layout(shape, stride=stride))
 
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, rows: SwappedRows, scale_log2: Float32, scales: cute.Tensor):
+    def load_queries(self, mQ: cute.Tensor, rows: SwappedRows, scale: Float32, scales: cute.Tensor):
         """Take the rows of Q, a warp every fourth, zeros for rows and columns that there are not, and leave what their
-        scores are to be multiplied with in ``scales``, (tile_m,) in shared memory."""
+        scores are to be multiplied with in ``scales``, (tile_m,) in shared memory. ``scale`` is that of all rows."""
         # All loads are under way before the first is waited for.
         loaded = [self._load_row(mQ, rows, i) for i in range(self.config.rows_per_thread)]
         for i, words in enumerate(loaded):
@@ -80,7 +80,11 @@ class SwappedScores(LoopInvariant):
                 lane = (2 * self.warp + i % 2) * LANES_PER_ROW + number // 2 % LANES_PER_ROW
                 self.queries[number % 2, lane, number // PAIRS_PER_STEP, i // 2] = word
             if self.lane == 0:
-                scales[ROWS_PER_GROUP * i + self.warp] = scale_of_scores(inverse * scale_log2)
+                of_row = inverse * scale
+                # A hidden score is -inf behind the tanh of a softcap, and is multiplied by another scale.
+                scales[ROWS_PER_GROUP * i + self.warp] = (
+                    of_row if const_expr(self.config.softcap) else scale_of_scores(of_row)
+                )
 
     @cute.jit
     def _load_row(self, mQ: cute.Tensor, rows: SwappedRows, i: cutlass.Constexpr[int]) -> list:

@@ -165,11 +165,41 @@ OF_E4M3 = {
 }
 
 
+def capped(case: Case, **changes: Any) -> Case:
+    """The same with a softcap, in other kernels."""
+    return replace(case, config=replace(case.config, softcap=True, **changes))
+
+
+OF_E4M3 |= {
+    **{
+        f"{name}, a softcap": capped(OF_E4M3[name])
+        for name in (
+            "widened",
+            "swapped",
+            "swapped, one row, a leftpad",
+            "swapped, 12 rows, a window",
+            "swapped, clusters",
+            "swapped, queries of e4m3",
+        )
+    },
+    "widened, a softcap, float16": capped(OF_E4M3["widened"], dtype="float16"),
+    "widened, 64 rows, a softcap, a window": capped(
+        replace(OF_E4M3["widened"], queries=(17,), sides=(70, 0)), tile_m=64, window=True
+    ),
+}
+
+
+def with_rules(case: Case) -> Case:
+    """With sinks, and a cap that scores pass, if there is a softcap."""
+    return replace(case, rules=Rules(softcap=0.5 if case.config.softcap else 0.0, sinks=SINKS))
+
+
 @pytest.mark.parametrize("name", OF_E4M3)
 def test_a_cache_of_e4m3(name: str) -> None:
     """A factor for each sequence and K/V head, and where queries are of e4m3 for them."""
-    case = replace(OF_E4M3[name], rules=Rules(sinks=SINKS))
+    case = with_rules(OF_E4M3[name])
     config, (queries, cache) = case.config, draw(case)
+    dtype = getattr(torch, config.dtype)
     kv_heads, of_queries = case.heads[1], torch.ones(len(case.keys), case.heads[0], 1)
     generator = torch.Generator().manual_seed(3)
     q_descale, *descales = torch.rand(3, len(case.keys), kv_heads, generator=generator) + 0.5
@@ -178,7 +208,7 @@ def test_a_cache_of_e4m3(name: str) -> None:
         queries = replace(queries, q=queries.q.to(torch.float8_e4m3fn))
     given = Descales(*((x,) for x in descales), (q_descale,) if config.e4m3_queries else ())
     out, lse = decode_on_numpy(
-        config, queries, cache, 0.1, case.launch, case.sides, case.rules, given, dtype=torch.bfloat16
+        config, queries, cache, 0.1, case.launch, case.sides, case.rules, given, dtype=dtype
     )
     for number, keys in enumerate(cache.rows):
         k, v = (x.double() * of[number, :, None].double() for x, of in zip(keys, descales, strict=True))
@@ -193,24 +223,26 @@ def test_a_cache_of_e4m3(name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_E4M3)
 def test_keys_whose_descale_is_zero_or_negative(name: str) -> None:
-    """The scores of all keys that a query sees are 0; and a scale that is wrong is told by NaN."""
-    case = replace(OF_E4M3[name], rules=Rules(sinks=SINKS))
+    """The scores of all keys that a query sees are 0; and a scale that is wrong is told by NaN, but under a softcap,
+    which takes scores of any sign."""
+    case = with_rules(OF_E4M3[name])
     config, (queries, cache) = case.config, draw(case)
+    dtype = getattr(torch, config.dtype)
     if config.e4m3_queries:
         queries = replace(queries, q=queries.q.to(torch.float8_e4m3fn))
     ones = torch.ones(len(case.keys), case.heads[1])
     for of_keys in (0.0, -0.5):
         given = Descales((of_keys * ones,), (ones,), (ones,) if config.e4m3_queries else ())
         out, lse = decode_on_numpy(
-            config, queries, cache, 0.1, case.launch, case.sides, case.rules, given, dtype=torch.bfloat16
+            config, queries, cache, 0.1, case.launch, case.sides, case.rules, given, dtype=dtype
         )
         for number, (k, v) in enumerate(cache.rows):
             q = queries.of(number).double()
             if not q.shape[0]:
                 continue
-            exact, exact_lse = oracle(case, q, (0.0 * k.double(), v.double()), 0.1)
+            exact, exact_lse = oracle(case, q, (of_keys * k.double(), v.double()), 0.1)
             got, got_lse = queries.rows(out, lse, number)
-            if of_keys:
+            if of_keys and not config.softcap:
                 assert got.isnan().all() and got_lse.isnan().all()
                 continue
             assert (got.double() - exact).norm() <= EPSILON[out.dtype] * exact.norm()
@@ -245,6 +277,10 @@ BY_ROW = {
         OF_E4M3["swapped, 12 rows, a window"], config=replace(SWAPPED_16, row_scales=True), queries=(6,)
     ),
 }
+BY_ROW |= {
+    f"{name}, a softcap": capped(BY_ROW[name])
+    for name in ("by token", "by page, two tiles of rows, a window")
+}
 
 
 def draw_scales(case: Case, cache: Cache, by_page: bool) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -270,7 +306,7 @@ def draw_scales(case: Case, cache: Cache, by_page: bool) -> tuple[list[Tensor], 
 
 @pytest.mark.parametrize("name", BY_ROW)
 def test_scales_of_single_keys(name: str) -> None:
-    case = replace(BY_ROW[name], rules=Rules(sinks=SINKS))
+    case = with_rules(BY_ROW[name])
     config, (queries, cache) = case.config, draw(case)
     tensors, scales = draw_scales(case, cache, "page" in name)
     if not config.paged:
