@@ -315,15 +315,16 @@ def flash_attn_func(
     descales = (q_descale, k_descale, v_descale)
     is_exact = checks.check_exact_lse(exact_lse, return_attn_probs)
     flags_8 = causal, backend, two_level_accumulation, sm_margin, return_attn_probs, is_exact, sides
-    if scores is NO_SCORES:
-        found_8 = descaled_again.attend(q, k, v, descales, softmax_scale, flags_8)
+    may_be_found = descaled_again.may_serve(scores)
+    if may_be_found:
+        found_8 = descaled_again.attend(q, k, v, descales, softmax_scale, flags_8, scores)
         if found_8 is not None:
             return found_8 if return_attn_probs else found_8[0]
     options = (MaskSpec(causal, *sides), scores, backend, sm_margin, deterministic)
     of_fp8 = two_level_accumulation, return_attn_probs, is_exact
     results = _call_operator(q, k, v, softmax_scale, descales, options, of_fp8)
-    if scores is NO_SCORES and q.dtype == FP8_DTYPE:
-        descaled_again.remember(q, k, v, descales, flags_8)
+    if may_be_found and q.dtype == FP8_DTYPE:
+        descaled_again.remember(q, k, v, descales, flags_8, scores)
     return results if return_attn_probs else results[0]
 
 

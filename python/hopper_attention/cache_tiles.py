@@ -25,6 +25,7 @@ from hopper_attention.few_queries import (
     fastest_forward,
     groups_of,
     has_e4m3_tiles,
+    keys_that_count,
     longest_alike,
     tiles_in_e4m3,
 )
@@ -39,7 +40,7 @@ from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.paged_forward import page_rows_of_cache, why_not_in_place
 from hopper_attention.masks import NO_MASK
-from hopper_attention.packing_rules import FORWARD_ROWS, MOST_QUERIES
+from hopper_attention.packing_rules import MOST_QUERIES
 from hopper_attention.problem import AttentionProblem, Fp8AttentionProblem
 
 PAGED, NARROW = 1.15, 1.2
@@ -129,12 +130,6 @@ def tiles_of(call: CacheCall) -> FewQueries:
     return _tiles_of(replace(call, shape=alike, softmax_scale=1.0))
 
 
-def keys_that_count(call: CacheCall) -> int:
-    """Keys that a tile visits, at most: those that the queries of one see."""
-    shape = call.shape
-    return min(shape.seqlen_k, call.mask.most_keys(shape.seqlen_k) + min(shape.seqlen_q, FORWARD_ROWS))
-
-
 @lru_cache(maxsize=REMEMBERED_CALLS)
 def _tiles_of(call: CacheCall) -> FewQueries:
     """``tiles_of`` of all calls that are served alike."""
@@ -186,18 +181,18 @@ def page_rows_of_call(call: CacheCall) -> int:
 
 def problem_of_tiles(call: CacheCall, few: FewQueries) -> AttentionProblem | Fp8AttentionProblem:
     """What decides on the kernel of a call that is served as ``few`` says."""
-    shape, mask, page_rows = call.shape, call.mask, page_rows_of_call(call)
-    causal = mask.causal and (shape.seqlen_q > 1 or mask.has_window)
+    shape, page_rows = call.shape, page_rows_of_call(call)
+    mask = call.mask if shape.seqlen_q > 1 or call.mask.has_window else NO_MASK
     if shape.dtype == FP8_DTYPE:
-        of_codes = few.e4m3_problem((shape.head_dim, shape.head_dim_v), causal, is_packed=True)
-        masked = replace(of_codes, has_window=mask.has_window, has_chunk=mask.attention_chunk > 0)
-        return replace(masked, page_rows=page_rows, scores=call.scores)
+        head_dims = shape.head_dim, shape.head_dim_v
+        of_codes = few.e4m3_problem(head_dims, mask, is_packed=True, scores=call.scores)
+        return replace(of_codes, page_rows=page_rows)
     return AttentionProblem(
         shape.dtype,
         shape.dtype,
         shape.head_dim,
         shape.head_dim_v,
-        causal,
+        mask.causal,
         has_window=mask.has_window,
         has_chunk=mask.attention_chunk > 0,
         is_packed=True,

@@ -11,7 +11,9 @@ from torch import Tensor
 from hopper.widen.config import VECTOR
 from hopper_attention import checks, device_memory
 from hopper_attention._kernels import kept_argument
+from hopper_attention.backends import target_of
 from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.fp8_rules import serves_in_e4m3
 from hopper_attention.launch import at_once, fp8, transpose, widen
 from hopper_attention.launch.at_once import Given, Part, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, index_of, no_vectors
@@ -24,6 +26,7 @@ from hopper_attention.masks import MaskSpec, Sides
 from hopper_attention.plain_calls import is_plain_call
 from hopper_attention.quantized import E4M3, padded_keys
 from hopper_attention.quantizers import from_descales
+from hopper_attention.scores import NO_SCORES, ScoreKind, Scores
 from hopper_attention.value_parts import needs_parts
 
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -34,6 +37,9 @@ Places = tuple[int | None, int | None, int | None]
 
 Flags = tuple[bool, "str | None", bool, int, bool, bool, Sides]
 """causal, backend, two_level, sm_margin, wants_lse, exact_lse and the sides of a mask, all checked."""
+
+OfScores = tuple[float, bool]
+"""A softcap, 0 for none, and whether there are sinks, which are the last of a call's tensors."""
 
 Q, K, V, OUT, LSE, COUNTER, SCALE, FIRST_DESCALE = range(8)
 """Arguments of a script. What the launches before attention fill comes behind the descales."""
@@ -77,6 +83,8 @@ class FewDescaledCall:
     launch: ReadyFewQueries | FewQueriesLaunch
     places: Places
     default_scale: float
+    softcap: float = 0.0
+    has_sinks: bool = False
 
     def __call__(self, tensors: tuple[Tensor, ...], scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         q, k, v = tensors[:3]
@@ -85,21 +93,40 @@ class FewDescaledCall:
             device_memory.unit_scales(batch, kv_heads, k.device)[:, :, 0] if place is None else tensors[place]
             for place in self.places
         )
-        return self.launch(q, k, v, scale, wants_lse, descales=(of_q, of_k, of_v))
+        descales = of_q, of_k, of_v
+        if isinstance(self.launch, ReadyFewQueries):
+            return self.launch(q, k, v, scale, wants_lse, descales=descales)
+        scores = Scores.of(self.softcap, None, tensors[-1] if self.has_sinks else None)
+        return self.launch(q, k, v, scale, wants_lse, descales=descales, scores=scores)
 
 
 remembered: Remembered[DescaledCall | FewDescaledCall] = Remembered(REMEMBERED_CALLS)
 
 
+def may_serve(scores: Scores) -> bool:
+    """Whether calls with such scores are kept: with a softcap, and sinks as the kernel takes them."""
+    if scores is NO_SCORES:
+        return True
+    sinks = scores.sinks
+    is_known = type(scores) is Scores and scores.alibi_slopes is None and scores.dropout_p == 0.0
+    return is_known and (sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()))
+
+
+def _of(scores: Scores) -> OfScores:
+    return scores.softcap, scores.sinks is not None
+
+
 def attend(
-    q: Any, k: Any, v: Any, descales: Descales, softmax_scale: Any, flags: Flags
+    q: Any, k: Any, v: Any, descales: Descales, softmax_scale: Any, flags: Flags, scores: Scores = NO_SCORES
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a call whose scores nothing changes, if one like it was made, and its GPU is the current one; else
+    """out and lse of a call whose scores ``may_serve``, if one like it was made, and its GPU is the current one; else
     None. None in a CUDA graph too, which would outlive constants that are kept with a call."""
     if not may_be_like():
         return None
     tensors, places = distinct(q, k, v, descales)
-    group = places, flags
+    if scores.sinks is not None:
+        tensors = *tensors, scores.sinks
+    group = places, flags, _of(scores)
     call = remembered.find_latest(group, *tensors)
     if call is None:
         # What is no tensor is like none.
@@ -115,34 +142,42 @@ def attend(
     return call(tensors, scale, wants_lse=flags[4])
 
 
-def remember(q: Tensor, k: Tensor, v: Tensor, descales: Descales, flags: Flags) -> None:
+def remember(
+    q: Tensor, k: Tensor, v: Tensor, descales: Descales, flags: Flags, scores: Scores = NO_SCORES
+) -> None:
     """Keep a call that was made, of e4m3 tensors, if the kernels take these as they are."""
     if not is_plain_call(q, k, v) or not q.is_cuda or device_memory.is_capturing(q.device):
         return
     tensors, places = distinct(q, k, v, descales)
+    if scores.sinks is not None:
+        tensors = *tensors, scores.sinks
     # One that requires a gradient gets none without gradients, and may be asked for one in a call that is like this.
     if any(type(x) is not Tensor or x.requires_grad for x in tensors):
         return
-    key = q.shape, k.shape, places, flags
+    of_scores = _of(scores)
+    key = q.shape, k.shape, places, flags, of_scores
     if not remembered.comes_again(key):
         return
     causal, backend, two_level, sm_margin, wants_lse, exact_lse, sides = flags
-    in_e4m3 = not (two_level or exact_lse)
-    few = find_with_descales(q, k, v, MaskSpec(causal, *sides), backend, sm_margin, in_e4m3)
+    mask, in_float32 = MaskSpec(causal, *sides), two_level or exact_lse
+    of_kernel = target_of(q.device), mask, scores.kind, backend, in_float32
+    if scores is not NO_SCORES and not serves_in_e4m3(q.shape, v.shape, *of_kernel):
+        return
+    few = find_with_descales(q, k, v, mask, backend, sm_margin, not in_float32, scores.kind)
+    of_call = places, sides, wants_lse, of_scores
     if isinstance(few, FewFp8Launcher):
         if all(make_addressable(x) is x for x in (q, k, v)):
-            call = _call_of(few.attention, tensors, places, sides, wants_lse, few.group)
-            remembered.keep(key, call, *tensors)
+            remembered.keep(key, _call_of(few.attention, tensors, *of_call, few.group), *tensors)
         return
     if few is not None:
-        is_ready = all(x.stride(1) == 1 for x in tensors[3:])
+        is_ready = scores is NO_SCORES and all(x.stride(1) == 1 for x in tensors[3:])
         launch = (few.ready(q, k, v) if is_ready else None) or few
-        few_call = FewDescaledCall(index_of(q.device), launch, places, few.call.softmax_scale)
-        remembered.keep(key, few_call, *tensors)
+        made = index_of(q.device), launch, places, few.call.softmax_scale, *of_scores
+        remembered.keep(key, FewDescaledCall(*made), *tensors)
         return
-    launcher = None if needs_parts(v.shape[3]) else _find_launcher(q, k, v, descales, flags)
+    launcher = None if needs_parts(v.shape[3]) else _find_launcher(q, k, v, descales, flags, scores.kind)
     if launcher is not None:
-        remembered.keep(key, _call_of(launcher, tensors, places, sides, wants_lse), *tensors)
+        remembered.keep(key, _call_of(launcher, tensors, *of_call), *tensors)
 
 
 def distinct(q: Any, k: Any, v: Any, descales: Descales) -> tuple[tuple[Any, ...], Places]:
@@ -166,12 +201,12 @@ def distinct(q: Any, k: Any, v: Any, descales: Descales) -> tuple[tuple[Any, ...
 
 
 def _find_launcher(
-    q: Tensor, k: Tensor, v: Tensor, descales: Descales, flags: Flags
+    q: Tensor, k: Tensor, v: Tensor, descales: Descales, flags: Flags, scores: ScoreKind
 ) -> Fp8HopperLauncher | None:
     """That of a call, if nothing has to be copied for its kernels, and they can count its tiles."""
     causal, backend, two_level, sm_margin, wants_lse, exact_lse, sides = flags
     parts = from_descales(q, k, v, *descales, checks.FP8_OUT_DTYPE)
-    of_call = causal, backend, two_level, sm_margin, sides, exact_lse, not wants_lse
+    of_call = causal, backend, two_level, sm_margin, sides, exact_lse, not wants_lse, scores
     launcher = fp8.launch_for(parts, *of_call)
     if not isinstance(launcher, Fp8HopperLauncher) or launcher.repairs or launcher.note_floats:
         return None
@@ -187,10 +222,11 @@ def _call_of(
     places: Places,
     sides: Sides,
     wants_lse: bool,
+    of_scores: OfScores,
     group: int = 1,
 ) -> DescaledCall:
-    """That of calls with tensors like these, of which kernels read the descales at ``places``; ``group`` heads are in a
-    tile."""
+    """That of calls with tensors like these, of which kernels read the descales at ``places``; ``group`` heads
+    are in a tile."""
     q, k, v, *descales = tensors
     (batch, seqlen_q, heads, head_dim), kv_heads, device = q.shape, k.shape[2], q.device
     first = FIRST_DESCALE + len(descales)
@@ -210,7 +246,9 @@ def _call_of(
         pieces = *pieces, Piece((batch, kv_heads, heads // kv_heads))
     no_mean, no_lse = (kept_argument(no_vectors(batch, n, device)) for n in (kv_heads, heads))
     scales = of_q, of_k, of_v, _ones(batch, kv_heads, device)
-    of_call = Given(COUNTER), scales, no_mean, ALL_ROWS, Given(SCALE), sides, ()
+    softcap, has_sinks = of_scores
+    changes = (softcap or None, Given(first - 1) if has_sinks else None) if launcher.changes_scores else ()
+    of_call = Given(COUNTER), scales, no_mean, ALL_ROWS, Given(SCALE), sides, (), changes
     attention = Step(launcher.kernel, launcher.arguments((*read, *filled), *of_call))
     script = at_once.make_script([*before, attention, *behind])
     made = out.facts, Piece((batch, heads, seqlen_q)).facts, no_lse

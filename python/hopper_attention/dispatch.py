@@ -252,7 +252,7 @@ def explain(
             *where, q_spec, k_spec, v_spec, causal, mask.sides, scores.kind, qv is not None
         )
     served_by: Config | DecodeConfig = config
-    if qv is None and choice.backend == "hopper" and not (is_fp8 and is_changed and not in_16_bits):
+    if qv is None and choice.backend == "hopper":
         # Calls on e4m3 tensors are not asked for by parts of V.
         parted = whole if is_fp8 and not in_16_bits else specs
         q_spec, k_spec, v_spec = (parted[name] for name in "qkv")
@@ -446,7 +446,7 @@ def config_of_few(
     q, k, v = specs
     if q.dtype == checks.FP8_DTYPE:
         head_dims = q.shape[3], v.shape[3]
-        return fp8_rules.select_for(few.e4m3_problem(head_dims, mask.causal, is_packed=False))
+        return fp8_rules.select_for(few.e4m3_problem(head_dims, mask, is_packed=False, scores=scores))
     problem = problem_of(q, k, v, mask.causal, mask.sides, scores)
     config = select_for(
         grouped_problem(problem, q, k, few.group, few.split_rows), "hopper", HOPPER_CAPABILITY

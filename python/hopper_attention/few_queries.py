@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -35,9 +35,9 @@ from hopper_attention.fp8_rules import HEAD_DIM_STEP
 from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_shape
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS
 from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
-from hopper_attention.packing_rules import MOST_QUERIES
+from hopper_attention.packing_rules import FORWARD_ROWS, MOST_QUERIES
 from hopper_attention.problem import Fp8AttentionProblem
-from hopper_attention.scores import ScoreKind
+from hopper_attention.scores import PLAIN, ScoreKind
 
 NOTE = (
     "few queries: the decode kernel has the query heads of a key/value head as rows of a tile, and shares all keys out "
@@ -76,14 +76,19 @@ class FewQueries:
         of_parts = f"few queries: {self.splits} CTAs visit a part of a tile's keys each, which a second kernel adds up"
         return ((NOTE_ON_GROUPS,) if self.group > 1 else ()) + ((of_parts,) if self.splits > 1 else ())
 
-    def e4m3_problem(self, head_dims: tuple[int, int], causal: bool, is_packed: bool) -> Fp8AttentionProblem:
+    def e4m3_problem(
+        self, head_dims: tuple[int, int], mask: MaskSpec, is_packed: bool, scores: ScoreKind = PLAIN
+    ) -> Fp8AttentionProblem:
         """That of e4m3 tensors with descales, of which ``tile_rows`` are known; ``head_dims`` are those of Q and V."""
         return Fp8AttentionProblem(
             FP8_DTYPE,
             FP8_OUT_DTYPE,
             *head_dims,
-            causal,
+            mask.causal,
+            has_window=mask.has_window,
+            has_chunk=mask.attention_chunk > 0,
             is_packed=is_packed,
+            scores=scores,
             group=self.group,
             split_rows=self.tile_rows if self.splits > 1 else 0,
             v_rows=True,
@@ -159,7 +164,7 @@ def _find_few(
 def fastest(call: CacheCall, mean_k: float, in_e4m3: bool) -> FewQueries:
     """What takes least time for a call, by count; ``mean_k`` are the keys of a sequence, ``in_e4m3`` is that of
     ``find_few``."""
-    if call.shape.dtype == FP8_DTYPE and in_e4m3 and not call.mask.has_window and has_e4m3_tiles(call.shape):
+    if call.shape.dtype == FP8_DTYPE and in_e4m3 and not call.scores.has_alibi and has_e4m3_tiles(call.shape):
         return fastest_in_e4m3(call, mean_k)
     of_forward = fastest_forward(call, mean_k)
     is_served = not why_not_on_hopper(call) and is_faster(call, mean_k, of_forward)
@@ -197,9 +202,16 @@ def has_e4m3_tiles(shape: CacheShape) -> bool:
     return max(sizes) <= MAX_HEAD_DIM and not any(size % HEAD_DIM_STEP for size in sizes)
 
 
-def fastest_in_e4m3(call: CacheCall, mean_k: float) -> FewQueries:
-    """``fastest`` of e4m3 tensors with descales, without a window."""
+def keys_that_count(call: CacheCall) -> int:
+    """Keys that a tile visits, at most: those that its queries see."""
     shape = call.shape
+    return min(shape.seqlen_k, call.mask.most_keys(shape.seqlen_k) + min(shape.seqlen_q, FORWARD_ROWS))
+
+
+def fastest_in_e4m3(call: CacheCall, mean_k: float) -> FewQueries:
+    """``fastest`` of e4m3 tensors with descales."""
+    seen = keys_that_count(call)
+    shape, mean_k = replace(call.shape, seqlen_k=seen), min(mean_k, float(seen))
     found = [(usual_cost(shape, mean_k), NOT_FEW), *tiles_in_e4m3(shape, mean_k)]
     if not why_not_on_hopper(call) and select_decode(call).is_swapped:
         found.append((swapped_cost(shape, mean_k), FewQueries(call)))

@@ -120,9 +120,11 @@ def forward_fp8(
         return out, lse if wants_lse else without_rows(lse)
 
     in_tiles = not (exact_lse or two_level)
-    few = None if is_changed else find_with_descales(q, k, v, mask, backend, sm_margin, in_tiles)
+    few = find_with_descales(q, k, v, mask, backend, sm_margin, in_tiles, scores.kind)
     if few is not None:
-        found: tuple[Tensor, Tensor] = few(q, k, v, softmax_scale, wants_lse, descales=descales)
+        found: tuple[Tensor, Tensor] = few(
+            q, k, v, softmax_scale, wants_lse, *window, descales=descales, scores=scores
+        )
         out, lse = found
         return out, lse if wants_lse else q.new_empty((*out.shape[::2], 0), dtype=torch.float32)
 

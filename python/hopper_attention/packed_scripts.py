@@ -29,8 +29,8 @@ Q, K, V, OUT, LSE, COUNTER, SCALE, STARTS_Q, STARTS_K, USED_K, PLAN, FIRST = ran
 
 @dataclass(frozen=True, slots=True)
 class ScriptedCall:
-    """What serves calls like an earlier one: ``script`` makes its launches, in memory for ``work``, of which the plan is
-    the first piece. ``kept`` lives as long."""
+    """What serves calls like an earlier one: ``script`` makes its launches, in memory for ``work``, of which the plan
+    is the first piece. ``kept`` lives as long."""
 
     device_index: int
     script: Script
@@ -159,10 +159,13 @@ class PackedSteps:
         mean: Any,
         blocks: tuple[int, int],
         window: Sides = FULL_SIDES,
+        changes: tuple[Any, ...] = (),
     ) -> Step:
         """What attends: to ``tensors`` q, k and v, with ``scales`` of them and of the output, into ``filled``. Of Q and
-        of K ``blocks`` of rows share a scale; ``window`` is that of a ``MaskSpec``."""
-        options = *self.launcher.sides(window), Given(PLAN), self.batch + 1, self.launcher.num_ctas
+        of K ``blocks`` of rows share a scale; ``window`` is that of a ``MaskSpec``, ``changes`` are those of
+        ``changes_for_fp8``, if the kernel takes such."""
+        of_plan = Given(PLAN), self.batch + 1
+        options = *self.launcher.sides(window), *of_plan, *changes, self.launcher.num_ctas
         given = *tensors, *filled, Given(COUNTER), *scales, mean, *blocks, Given(SCALE), *options
         return Step(self.launcher.kernel, given)
 

@@ -211,12 +211,20 @@ def flash_attn_varlen_func(
     """
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     again = causal, deterministic, return_attn_probs, backend, sm_margin
-    has_mask_alone = (
-        qv is pack_gqa is alibi_slopes is sinks is score_mod is mask_mod is None
+    may_be_8 = (
+        qv is pack_gqa is alibi_slopes is score_mod is mask_mod is None
         and not features.is_given(num_splits, 1)
-        and not (features.is_given(softcap, 0.0) or features.is_given(dropout_p, 0.0))
+        and not features.is_given(dropout_p, 0.0)
     )
-    is_bare = has_mask_alone and features.is_full(window_size) and not features.is_given(attention_chunk, 0)
+    of_scores = packed_descaled_again.NO_CHANGES
+    if sinks is not None or features.is_given(softcap, 0.0):
+        of_scores = softcap, sinks
+    is_bare = (
+        may_be_8
+        and of_scores is packed_descaled_again.NO_CHANGES
+        and features.is_full(window_size)
+        and not features.is_given(attention_chunk, 0)
+    )
     has_descales = q_descale is not None or k_descale is not None or v_descale is not None
     if is_bare and not has_descales:
         found = varlen_again.find_again(q, k, v, lengths, again)
@@ -226,8 +234,9 @@ def flash_attn_varlen_func(
     descales = (q_descale, k_descale, v_descale)
     again_8 = deterministic, backend, sm_margin, return_attn_probs, exact_lse
     asked_8 = (causal, window_size, attention_chunk), again_8
-    if has_mask_alone and (has_descales or getattr(q, "dtype", None) == FP8_DTYPE):
-        found_8 = packed_descaled_again.attend(q, k, v, descales, lengths, softmax_scale, *asked_8)
+    if may_be_8 and (has_descales or getattr(q, "dtype", None) == FP8_DTYPE):
+        of_call_8 = q, k, v, descales, lengths, softmax_scale
+        found_8 = packed_descaled_again.attend(*of_call_8, *asked_8, of_scores)
         if found_8 is not None:
             return found_8 if return_attn_probs else found_8[0]
     lengths = check_kinds(lengths)
@@ -267,9 +276,9 @@ def flash_attn_varlen_func(
         results = _call_operator(q, k, v, lengths, softmax_scale, descales, options, of_fp8)
         if is_bare and q.is_cuda and is_plain_16_bit_call(q, k, v):
             varlen_again.remember((q, k, v), lengths, again, records_gradient=True)
-        elif has_mask_alone and q.dtype == FP8_DTYPE:
+        elif may_be_8 and q.dtype == FP8_DTYPE:
             checked_8 = mask, backend, sm_margin, return_attn_probs, exact_lse
-            packed_descaled_again.remember((q, k, v), descales, lengths, *asked_8, checked_8)
+            packed_descaled_again.remember((q, k, v), descales, lengths, *asked_8, checked_8, of_scores)
     return results if return_attn_probs else results[0]
 
 

@@ -135,11 +135,14 @@ def forward_varlen_fp8(
         out, lse = attend_packed_dequantized(whole, *options_16)
         return out, lse if wants_lse else without_rows(lse)
 
-    few = None
-    if not is_changed:
-        few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin, not exact_lse)
+    few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin, not exact_lse, scores.kind)
     if few is not None:
-        out, lse = few(q, k, v, *lengths, softmax_scale, *window, wants_lse=wants_lse, descales=descales)
+        out, lse = few(
+            *(q, k, v, *lengths, softmax_scale, *window),
+            wants_lse=wants_lse,
+            descales=descales,
+            scores=scores,
+        )
         return out, lse if wants_lse else q.new_empty((q.shape[1], 0), dtype=torch.float32)
 
     def attend_to(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -148,14 +148,15 @@ def explain_varlen(
         config = forward_rules.select_for(problem, choice.backend, target.capability)
     few = few_queries.NOT_FEW
     served_by: forward_rules.Config | DecodeConfig = config
-    if choice.backend == "hopper" and qv is None and not (is_fp8 and is_changed and not in_16_bits):
+    if choice.backend == "hopper" and qv is None:
         given_specs = whole["q"], whole["k"], whole["v"]
         of_few, in_e4m3 = (mask, scores.kind, sm_margin), is_fp8 and not exact_lse
         few = find_few_packed(given_specs, specs_of(lengths), lengths[4:], *of_few, in_e4m3=in_e4m3)
     if few.call is None and few != few_queries.NOT_FEW:
         if is_fp8 and not in_16_bits:
             head_dims = q.shape[2], v.shape[2]
-            config = fp8_rules.select_for(few.e4m3_problem(head_dims, mask.causal, is_packed=True))
+            tiles = few.e4m3_problem(head_dims, mask, is_packed=True, scores=scores.kind)
+            config = fp8_rules.select_for(tiles)
         else:
             grouped = replace(problem, group=few.group, split_rows=few.split_rows)
             config = forward_rules.select_for(grouped, choice.backend, target.capability)

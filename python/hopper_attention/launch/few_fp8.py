@@ -14,16 +14,16 @@ from hopper_attention.few_queries import FewQueries
 from hopper_attention.fp8_rules import check_size
 from hopper_attention.launch.base import Launcher, no_vectors
 from hopper_attention.launch.few_queries import NO_DESCALES, Descales, FewQueriesLaunch
-from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, find, find_config
+from hopper_attention.launch.fp8 import ALL_ROWS, Fp8HopperLauncher, changes_for_fp8, find, find_config
 from hopper_attention.layout import make_addressable
 from hopper_attention.masks import FULL_SIDES, MaskSpec
-from hopper_attention.scores import PLAIN
+from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 
 
 @dataclass(frozen=True)
 class FewFp8Launcher(Launcher):
-    """``attention`` of dense e4m3 tensors with a descale for each K/V head, without a window. ``group`` heads are in a
-    tile, which has one scale then."""
+    """``attention`` of dense e4m3 tensors with a descale for each K/V head. ``group`` heads are in a tile, which has
+    one scale then."""
 
     attention: Fp8HopperLauncher
     group: int
@@ -35,11 +35,14 @@ class FewFp8Launcher(Launcher):
         v: Tensor,
         softmax_scale: float,
         wants_lse: bool,
+        *window: int,
         descales: Descales = NO_DESCALES,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         """out and lse; an lse that is not wanted has no elements."""
         if self.device_index != torch.cuda.current_device():
-            return self.call_there(q, k, v, softmax_scale, wants_lse, descales)
+            options = {"descales": descales, "scores": scores}
+            return self.call_there(q, k, v, softmax_scale, wants_lse, *window, **options)
         q, k, v = make_addressable(q), make_addressable(k), make_addressable(v)
         (batch, _, heads, _), kv_heads, device = q.shape, k.shape[2], q.device
         ones = device_memory.unit_scales(batch, kv_heads, device)
@@ -49,12 +52,22 @@ class FewFp8Launcher(Launcher):
         out = result.empty_out(q)
         lse = result.empty_lse(q) if wants_lse else no_vectors(batch, heads, device)
         scales, no_mean = (of_q, of_k, of_v, ones), no_vectors(batch, kv_heads, device)
-        self.attention.queue((q, k, v, out, lse), scales, no_mean, ALL_ROWS, softmax_scale, FULL_SIDES)
+        left, right, chunk = window or FULL_SIDES
+        of_call = scales, no_mean, ALL_ROWS, softmax_scale, (left, right, chunk)
+        of_scores = changes_for_fp8(scores) if self.attention.changes_scores else ()
+        self.attention.queue((q, k, v, out, lse), *of_call, of_scores=of_scores)
         return out, lse
 
 
 def find_with_descales(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskSpec, backend: str | None, sm_margin: int, in_e4m3: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    backend: str | None,
+    sm_margin: int,
+    in_e4m3: bool,
+    scores: ScoreKind = PLAIN,
 ) -> FewQueriesLaunch | FewFp8Launcher | None:
     """What serves checked tensors of e4m3 with a descale for each head, if their queries are few; ``in_e4m3`` is that
     of ``few_queries.find_few``.
@@ -67,14 +80,20 @@ def find_with_descales(
     if why_not_hopper(target_of(q.device)):
         return None
     specs = TensorSpec.of(q), TensorSpec.of(k), TensorSpec.of(v)
-    few = few_queries.find_few(*specs, mask, PLAIN, sm_margin, in_e4m3)
+    few = few_queries.find_few(*specs, mask, scores, sm_margin, in_e4m3)
     if few.call is not None:
         return FewQueriesLaunch(few.call)
-    return None if few == few_queries.NOT_FEW else find_few_fp8(few, q, k, v, mask.causal, sm_margin)
+    return None if few == few_queries.NOT_FEW else find_few_fp8(few, q, k, v, mask, sm_margin, scores)
 
 
 def find_few_fp8(
-    few: FewQueries, q: Tensor, k: Tensor, v: Tensor, causal: bool, sm_margin: int
+    few: FewQueries,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskSpec,
+    sm_margin: int,
+    scores: ScoreKind = PLAIN,
 ) -> FewFp8Launcher:
     """The launcher of a call that is served as ``few`` says, whose kernels are compiled or loaded.
 
@@ -82,7 +101,7 @@ def find_few_fp8(
         ValueError: ``sm_margin`` leaves no multiprocessor.
         NotImplementedError: there are more tiles than the kernel can count.
     """
-    problem = few.e4m3_problem((q.shape[3], v.shape[3]), causal, is_packed=False)
+    problem = few.e4m3_problem((q.shape[3], v.shape[3]), mask, is_packed=False, scores=scores)
     config = find_config(problem)
     check_size(config, q.shape, k.shape)
     attention = find(problem, q.device, sm_margin, (), few.splits)

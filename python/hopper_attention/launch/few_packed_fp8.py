@@ -15,21 +15,22 @@ from hopper_attention.backends import target_of, why_not_hopper
 from hopper_attention.checks import FP8_OUT_DTYPE, TensorSpec
 from hopper_attention.few_packed_queries import find_few_packed
 from hopper_attention.few_queries import NOT_FEW, FewQueries
-from hopper_attention.launch.base import NO_SIDES, Launcher, no_vectors
+from hopper_attention.launch.base import Launcher, no_vectors
 from hopper_attention.launch.few_packed_queries import FewPackedLaunch
 from hopper_attention.launch.few_queries import NO_DESCALES, Descales
+from hopper_attention.launch.fp8 import changes_for_fp8
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
 from hopper_attention.launch.split_forward import SplitSizes, find_combine
 from hopper_attention.layout import make_packed_addressable, new_layout
 from hopper_attention.lengths import Lengths, specs_of
-from hopper_attention.masks import MaskSpec
+from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE
-from hopper_attention.scores import PLAIN
+from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 
 
 @dataclass(frozen=True)
 class FewPackedFp8Launcher(Launcher):
-    """A ``VarlenLaunch`` without a window, by ``attention`` of e4m3 tensors with a descale for each K/V head of a
+    """A ``VarlenLaunch`` by ``attention`` of e4m3 tensors with a descale for each K/V head of a
     sequence, whose queries are all used. ``combine`` is empty, or what adds ``splits`` parts up."""
 
     attention: PackedFp8Launcher
@@ -51,10 +52,11 @@ class FewPackedFp8Launcher(Launcher):
         *window: int,
         wants_lse: bool,
         descales: Descales = NO_DESCALES,
+        scores: Scores = NO_SCORES,
     ) -> tuple[Tensor, Tensor]:
         lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
         if self.device_index != torch.cuda.current_device():
-            options = {"wants_lse": wants_lse, "descales": descales}
+            options = {"wants_lse": wants_lse, "descales": descales, "scores": scores}
             return self.call_there(q, k, v, *lengths, softmax_scale, *window, **options)
         q, k, v = (make_packed_addressable(x) for x in (q, k, v))
         (total_q, heads, _), (total_k, kv_heads, columns) = q.shape, v.shape
@@ -70,12 +72,14 @@ class FewPackedFp8Launcher(Launcher):
         for _ in self.combine:
             parts, part_lse, no_lse = device_memory.stream_memory(self.device_index, sizes.parts).tensors
             filled = parts, part_lse
+        left, right, chunk = window or FULL_SIDES
+        changes = () if scores is NO_SCORES else changes_for_fp8(scores)
         attention.kernel(
             *(q, k, v, *filled),
             device_memory.tile_counter(self.device_index),
             *scales_of_heads(descales, (batch, kv_heads, groups), device),
             *(ONE_PER_SEQUENCE, ONE_PER_SEQUENCE, softmax_scale),
-            *(*NO_SIDES, plan, batch + 1, attention.num_ctas),
+            *(*attention.sides((left, right, chunk)), plan, batch + 1, *changes, attention.num_ctas),
         )
         for combine in self.combine:
             merged = lse.as_strided(*sizes.lse[:2]) if wants_lse else no_lse
@@ -106,6 +110,7 @@ def find_packed_with_descales(
     backend: str | None,
     sm_margin: int,
     in_e4m3: bool,
+    scores: ScoreKind = PLAIN,
 ) -> FewPackedLaunch | FewPackedFp8Launcher | None:
     """What serves checked tensors of e4m3 with a descale for each head of a sequence, if their queries are few;
     ``in_e4m3`` is that of ``few_queries.find_few``.
@@ -117,17 +122,22 @@ def find_packed_with_descales(
     if backend not in (None, "hopper") or why_not_hopper(target_of(q.device)):
         return None
     of_q, of_k, of_v = (TensorSpec.of(x) for x in tensors)
-    options = mask, PLAIN, sm_margin
+    options = mask, scores, sm_margin
     few = find_few_packed((of_q, of_k, of_v), specs_of(lengths), lengths[4:], *options, in_e4m3=in_e4m3)
     if few.call is not None:
         return FewPackedLaunch(few.call)
     if few == NOT_FEW:
         return None
-    return find_few_packed_fp8(few, (q.shape[2], v.shape[2]), mask.causal, q.device, sm_margin)
+    return find_few_packed_fp8(few, (q.shape[2], v.shape[2]), mask, q.device, sm_margin, scores)
 
 
 def find_few_packed_fp8(
-    few: FewQueries, head_dims: tuple[int, int], causal: bool, device: torch.device, sm_margin: int
+    few: FewQueries,
+    head_dims: tuple[int, int],
+    mask: MaskSpec,
+    device: torch.device,
+    sm_margin: int,
+    scores: ScoreKind = PLAIN,
 ) -> FewPackedFp8Launcher:
     """The launcher of calls that are served as ``few`` says, whose kernels are compiled or loaded.
 
@@ -135,7 +145,7 @@ def find_few_packed_fp8(
         ValueError: ``sm_margin`` leaves no multiprocessor.
     """
     attention = find_packed_fp8(
-        few.e4m3_problem(head_dims, causal, is_packed=True), device, "hopper", sm_margin
+        few.e4m3_problem(head_dims, mask, is_packed=True, scores=scores), device, "hopper", sm_margin
     )
     assert isinstance(attention, PackedFp8Launcher)
     combine = find_combine(attention.config.out_dtype, few.splits)

@@ -52,7 +52,7 @@ from hopper_attention.problem import Fp8AttentionProblem
 from hopper_attention.quantization_rules import restore_values
 from hopper_attention.quantized import QuantizedQKV, QuantizedTensor, TransposedV
 from hopper_attention.reference.fp8 import P_EXPONENT, attention_tiled_fp8
-from hopper_attention.scores import NO_SCORES, PLAIN, Scores
+from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 from hopper_attention.shapes import fit_shapes
 
 ALL_ROWS = 2**31 - 1
@@ -259,6 +259,7 @@ class Fp8HopperLauncher(Launcher):
         if self.block_k == ALL_ROWS:
             # A lone scale is a factor of the output, whatever its sign.
             v_scale, o_scale = o_scale, v_scale
+        sides = kernel_sides(*window) if self.has_window else NO_SIDES
         return (
             *tensors,
             counter,
@@ -270,8 +271,7 @@ class Fp8HopperLauncher(Launcher):
             rows_q,
             self.block_k,
             softmax_scale,
-            *((*kernel_sides(*window), *NO_PLAN) if self.has_window else ()),
-            *((*NO_SIDES, *NO_PLAN) if self.combine or (of_scores and not self.has_window) else ()),
+            *((*sides, *NO_PLAN) if self.has_window or self.combine or of_scores else ()),
             *of_scores,
             *of_runs,
             self.num_ctas,
@@ -349,15 +349,12 @@ def attend(
             kernel no multiprocessor.
         NotImplementedError: the problem has more tiles than the kernel can count.
     """
-    if scores is not NO_SCORES:
-        problem = problem_of(parts, causal, two_level, window, exact_lse, not wants_lse)
-        q, k = parts.q.data, parts.k.data
-        of_call = q.stride(), k.stride(), q.device, backend, sm_margin
-        found = find_fp8_launch(problem._replace(scores=scores.kind), *of_call, may_be_few=False)
-        assert isinstance(found, Fp8HopperLauncher)
-        return found(parts, softmax_scale, wants_lse, window, scores)
-    launch = launch_for(parts, causal, backend, two_level, sm_margin, window, exact_lse, not wants_lse)
-    return launch(parts, softmax_scale, wants_lse, window)
+    of_call = causal, backend, two_level, sm_margin, window, exact_lse, not wants_lse, scores.kind
+    launch = launch_for(parts, *of_call)
+    if scores is NO_SCORES:
+        return launch(parts, softmax_scale, wants_lse, window)
+    assert isinstance(launch, Fp8HopperLauncher)
+    return launch(parts, softmax_scale, wants_lse, window, scores)
 
 
 def launch_for(
@@ -369,9 +366,14 @@ def launch_for(
     window: Sides,
     exact_lse: bool,
     without_lse: bool,
+    scores: ScoreKind = PLAIN,
 ) -> Fp8Launch:
     """What serves a call of ``attend``, which says what the arguments are and what is raised."""
     q, k, v = parts.q, parts.k, parts.v
+    if scores != PLAIN:
+        problem = problem_of(parts, causal, two_level, window, exact_lse, without_lse)
+        of_call = q.data.stride(), k.data.stride(), q.data.device, backend, sm_margin
+        return find_fp8_launch(problem._replace(scores=scores), *of_call, may_be_few=False)
     return _find_flat(
         q.data.shape,
         q.data.stride(),
