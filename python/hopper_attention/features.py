@@ -23,11 +23,9 @@ from hopper_attention.dropout import draw_philox
 from hopper_attention.functions import MaskMod, ScoreMod, trace_block_mask, trace_functions
 from hopper_attention.masks import (
     CAUSAL_MASK,
-    FULL_SIDES,
     NO_MASK,
     UNLIMITED,
     MaskSpec,
-    Sides,
     check_window_lengths,
 )
 from hopper_attention.plain_calls import is_transformed
@@ -113,30 +111,38 @@ def resolve_packed_mask(
     return mask_of_window(window_size, causal, max_seqlen_q, max_seqlen_k, chunk)
 
 
-def mask_of_constants(
-    causal: Any, window_size: Any, attention_chunk: Any, max_seqlen_q: int, max_seqlen_k: int
-) -> tuple[Any, Sides] | None:
-    """causal and sides of ``resolve_packed_mask``, looked up, as making a mask takes longer than all else that is read
-    of a call like an earlier one; without a window ``causal`` as it is.
+def with_mask(
+    options: tuple[Any, ...], window: tuple[Any, Any], max_seqlen_q: int, max_seqlen_k: int
+) -> tuple[Any, ...] | None:
+    """``options`` of a call that may be like an earlier one, with causal and sides of its ``resolve_packed_mask``,
+    looked up: making a mask takes longer than all else that is read of such a call. As they are without a window.
 
     None if a window is said by other than plain numbers, or has no meaning, which is left to those who check it.
+
+    Args:
+        options: causal, which comes first, and others; sides that hide keys are put behind.
+        window: window_size and attention_chunk.
     """
+    window_size, attention_chunk = window
     if is_full(window_size) and not is_given(attention_chunk, 0):
-        return causal, FULL_SIDES
+        return options
+    causal, *others = options
     if not is_constant(window_size) or type(attention_chunk) is not int:
         return None
     if type(causal) not in (bool, int) or causal not in (0, 1):
         return None
-    return _mask_of_constants(bool(causal), window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
+    mask = _mask_of_constants(bool(causal), window_size, attention_chunk, max_seqlen_q, max_seqlen_k)
+    return None if mask is None else (mask[0], *others, *mask[1:])
 
 
 @lru_cache(maxsize=REMEMBERED_MASKS)
-def _mask_of_constants(causal: bool, window_size: Any, *numbers: int) -> tuple[bool, Sides] | None:
+def _mask_of_constants(causal: bool, window_size: Any, *numbers: int) -> tuple[Any, ...] | None:
+    """causal, and sides if they hide keys."""
     try:
         mask = resolve_packed_mask(causal, window_size, *numbers)
     except (TypeError, ValueError, NotImplementedError):
         return None
-    return mask.causal, mask.sides
+    return (mask.causal, mask.sides) if mask.has_window else (mask.causal,)
 
 
 def hides_keys(causal: bool, window_size: Any, attention_chunk: Any) -> bool:

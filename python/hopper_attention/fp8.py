@@ -395,13 +395,13 @@ def flash_attn_quantized_func(
         NotImplementedError: torch.func differentiates it, or packed parts are traced.
     """
     given = causal, return_attn_probs, two_level_accumulation, exact_lse, backend
-    has_no_window = is_full(window_size) and not is_given(attention_chunk, 0)
-    if type(parts) is PackedQuantizedQKV and has_no_window:
-        results = packed_parts_again.attend(parts, softmax_scale, given)
+    window = window_size, attention_chunk
+    if type(parts) is PackedQuantizedQKV:
+        results = packed_parts_again.attend(parts, softmax_scale, given, window)
         if results is not None:
             return results if return_attn_probs else results[0]
-    if type(parts) is QuantizedQKV and has_no_window:
-        found = parts_again.find(parts, given)
+    if type(parts) is QuantizedQKV:
+        found = parts_again.find(parts, given, window)
         if found is not None:
             scale = found.default_scale if softmax_scale is None else checks.check_scale(softmax_scale)
             out, lse = found(parts, scale, bool(return_attn_probs))
@@ -410,7 +410,7 @@ def flash_attn_quantized_func(
         raise TypeError(
             f"parts is a {type(parts).__name__}, allowed: a QuantizedQKV, which quantize_qkv makes"
         )
-    if has_no_window and isinstance(parts, QuantizedQKV) and not torch.compiler.is_compiling():
+    if isinstance(parts, QuantizedQKV) and not torch.compiler.is_compiling():
         # The caller's stay as they are, so that the next call finds them where they lie.
         parts = parts.opened()
     causal = checks.check_flag("causal", causal)
@@ -426,12 +426,10 @@ def flash_attn_quantized_func(
         mask = resolve_packed_mask(causal, window_size, attention_chunk, *bounds)
         of_call = scale, mask.causal, backend, two_level_accumulation, return_attn_probs
         out, lse = attend_packed(parts, *of_call, window=mask.sides, exact_lse=exact_lse)
-        if has_no_window:
-            of_problem = two_level_accumulation, mask.sides, exact_lse, not return_attn_probs
-            problem = packed_problem_of(parts, mask.causal, *of_problem)
-            packed_parts_again.remember(
-                parts, given, find_packed_fp8(problem, parts.q.data.device, backend, 0)
-            )
+        of_problem = two_level_accumulation, mask.sides, exact_lse, not return_attn_probs
+        problem = packed_problem_of(parts, mask.causal, *of_problem)
+        launch = find_packed_fp8(problem, parts.q.data.device, backend, 0)
+        packed_parts_again.remember(parts, given, window, mask.sides, launch)
         return (out, lse) if return_attn_probs else out
     mask = resolve_packed_mask(causal, window_size, attention_chunk, parts.q.shape[1], parts.k.shape[1])
     options = (scale, mask.causal, backend, two_level_accumulation)
@@ -439,9 +437,9 @@ def flash_attn_quantized_func(
     if is_plain and not (torch.is_grad_enabled() and needs_gradient(*Parts.of(parts))):
         of_call = *options, return_attn_probs
         out, lse = attend_and_undo(parts, *of_call, mask.sides, exact_lse)
-        if has_no_window:
-            flags = mask.causal, backend, two_level_accumulation, 0, FULL_SIDES, exact_lse
-            parts_again.remember(parts, given, launch_for(parts, *flags, not return_attn_probs))
+        flags = mask.causal, backend, two_level_accumulation, 0, mask.sides, exact_lse
+        launcher = launch_for(parts, *flags, not return_attn_probs)
+        parts_again.remember(parts, given, launcher, window, mask.sides)
     else:
         out, lse = attend_traced(parts, *options, mask.sides, exact_lse, return_attn_probs)
     return (out, lse) if return_attn_probs else out

@@ -12,7 +12,7 @@ from hopper_attention._kernels import kept_argument
 from hopper_attention.backends import target_of
 from hopper_attention.descaled_again import Descales, Places, distinct, scale_at
 from hopper_attention.device_memory import Piece, Pieces
-from hopper_attention.features import mask_of_constants
+from hopper_attention.features import with_mask
 from hopper_attention.few_packed_queries import served_alike
 from hopper_attention.fp8_rules import classes_of_lengths, packed_problem, serves_in_e4m3
 from hopper_attention.launch import transpose
@@ -46,16 +46,16 @@ from hopper_attention.quantized import E4M3
 from hopper_attention.scores import PLAIN, ScoreKind, Scores
 from hopper_attention.value_parts import needs_parts
 
-Window = tuple[Any, Any, Any]
-"""causal, window_size and attention_chunk of a call."""
-
 OfScores = tuple[Any, Any]
 """softcap and sinks of a call."""
 
 NO_CHANGES: OfScores = (0.0, None)
 
 Flags = tuple[Any, ...]
-"""deterministic, backend, sm_margin, return_attn_probs and exact_lse of a call, and their types count."""
+"""causal, deterministic, backend, sm_margin, return_attn_probs and exact_lse of a call, and their types count."""
+
+Window = tuple[Any, Any]
+"""window_size and attention_chunk of a call."""
 
 Checked = tuple[MaskSpec, "str | None", int, bool, bool]
 """The mask, backend, sm_margin, whether the LSE is wanted, and whether exact."""
@@ -114,8 +114,8 @@ def attend(
     descales: Descales,
     lengths: Lengths,
     softmax_scale: Any,
-    window: Window,
     flags: Flags,
+    window: Window,
     of_scores: OfScores = NO_CHANGES,
 ) -> tuple[Tensor, Tensor] | None:
     """out and lse of a call, if one like it was made and ``serve`` can; else None."""
@@ -124,25 +124,25 @@ def attend(
         return None
     if longest_q < 1 or longest_k < 1 or k.dim() != q.dim() or k.dim() != 3:
         return None
-    mask = mask_of_constants(*window, longest_q, longest_k)
-    if mask is None:
+    masked = with_mask(flags, window, longest_q, longest_k)
+    if masked is None:
         return None
     tensors, places = distinct(q, k, v, descales)
     if of_scores is not NO_CHANGES:
         if not may_serve(of_scores):
             return None
-        flags, tensors = (*flags, *_kind_of(of_scores)), with_sinks(tensors, of_scores)
-    group = _group_of(places, lengths, k.shape[0], (*mask, *flags))
+        masked, tensors = (*masked, *_kind_of(of_scores)), with_sinks(tensors, of_scores)
+    group = _group_of(places, lengths, k.shape[0], masked)
     call = find_again(remembered, group, *tensors, *lengths.different)
-    return serve(call, tensors, lengths, softmax_scale, bool(flags[3]))
+    return serve(call, tensors, lengths, softmax_scale, bool(flags[4]))
 
 
 def remember(
     tensors: tuple[Tensor, Tensor, Tensor],
     descales: Descales,
     lengths: Lengths,
-    window: Window,
     flags: Flags,
+    window: Window,
     checked: Checked,
     of_scores: OfScores = NO_CHANGES,
 ) -> None:
@@ -156,7 +156,7 @@ def remember(
         if not may_serve(of_scores):
             return
         softcap, has_sinks = of_scores[0], of_scores[1] is not None
-        flags, given = (*flags, *_kind_of(of_scores)), with_sinks(given, of_scores)
+        given = with_sinks(given, of_scores)
     compared = *given, *lengths.different
     # One that requires a gradient gets none without gradients, and may be asked for one in a call that is like this.
     if any(type(x) is not Tensor or x.requires_grad for x in compared):
@@ -164,10 +164,12 @@ def remember(
     is_empty = 0 in (*q.shape, *k.shape, *v.shape) or lengths.cu_seqlens_q.shape[0] < 2
     if is_empty or lengths.seqused_q is not None or 0 in lengths[4:]:
         return
-    of_mask = mask_of_constants(*window, *lengths[4:])
-    if of_mask is None:
+    masked = with_mask(flags, window, *lengths[4:])
+    if masked is None:
         return
-    key = q.shape, k.shape, *_group_of(places, lengths, k.shape[0], (*of_mask, *flags))
+    if of_scores is not NO_CHANGES:
+        masked = *masked, *_kind_of(of_scores)
+    key = q.shape, k.shape, *_group_of(places, lengths, k.shape[0], masked)
     if not remembered.comes_again(key) or not remembered.has_room(key, *compared):
         return
     if any(make_packed_addressable(x) is not x for x in (q, k, v)):
@@ -201,8 +203,8 @@ def remember(
 
 
 def _group_of(places: Places, lengths: Lengths, total_k: int, flags: Flags) -> tuple[Any, ...]:
-    """Of calls that one would serve, but for the sizes of tensors; k has ``total_k`` rows, and ``flags`` begin with
-    those of the mask. Bounds of lengths decide on the kernel."""
+    """Of calls that one would serve, but for the sizes of tensors; k has ``total_k`` rows, and ``flags``
+    are those ``with_mask``. Bounds of lengths decide on the kernel."""
     longest_q, longest_k = lengths[4:]
     few = served_alike(longest_q, longest_k, total_k) if longest_q <= MOST_QUERIES and total_k else None
     classes = few, classes_of_lengths(longest_q, longest_k)

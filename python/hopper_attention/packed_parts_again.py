@@ -9,6 +9,7 @@ from torch import Tensor
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Piece
+from hopper_attention.features import with_mask
 from hopper_attention.fp8_rules import classes_of_lengths
 from hopper_attention.launch.at_once import Given, Part
 from hopper_attention.launch.base import REMEMBERED_CALLS, no_vectors
@@ -17,6 +18,7 @@ from hopper_attention.launch.packed_fp8 import PackedFp8Launcher
 from hopper_attention.launch.varlen import is_empty
 from hopper_attention.layout import TMA_BYTES, make_packed_addressable
 from hopper_attention.like_calls import Remembered, may_be_like
+from hopper_attention.masks import Sides
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
 from hopper_attention.packed_scripts import (
     FIRST,
@@ -35,27 +37,35 @@ remembered: Remembered[ScriptedCall] = Remembered(REMEMBERED_CALLS)
 
 
 def attend(
-    parts: PackedQuantizedQKV, softmax_scale: Any, options: tuple[Any, ...]
+    parts: PackedQuantizedQKV, softmax_scale: Any, options: tuple[Any, ...], window: tuple[Any, Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a call without a window, if one like it was made and ``serve`` can; else None.
+    """out and lse of a call, if one like it was made and ``serve`` can; else None.
 
     Args:
-        options: all other arguments of the call, ``return_attn_probs`` second. They count with their types.
+        options: all other arguments of the call, causal first, ``return_attn_probs`` second. They count with their
+            types.
+        window: window_size and attention_chunk.
     """
     if type(parts.v) is not PackedTransposedV or parts.quantization.rotate_v or not may_be_like():
         return None
     tensors = _tensors_of(parts)
     if parts.mean_v.data_ptr() % TMA_BYTES:
         return None
-    call = find_again(remembered, _group_of(parts, options), *tensors, *parts.lengths.different)
+    masked = with_mask(options, window, *parts.lengths[4:])
+    if masked is None:
+        return None
+    call = find_again(remembered, _group_of(parts, masked), *tensors, *parts.lengths.different)
     return serve(call, tensors, parts.lengths, softmax_scale, bool(options[1]))
 
 
-def remember(parts: PackedQuantizedQKV, options: tuple[Any, ...], launch: Any) -> None:
-    """Let ``attend`` find a call of plain tensors without a window, which ``launch`` served, if the kernel takes its
-    tensors as they are and PyTorch has no part in the result."""
+def remember(
+    parts: PackedQuantizedQKV, options: tuple[Any, ...], window: tuple[Any, Any], sides: Sides, launch: Any
+) -> None:
+    """Let ``attend`` find a call of plain tensors, which ``launch`` served, if the kernel takes its tensors as they are
+    and PyTorch has no part in the result; ``sides`` are those of its mask."""
     lengths = parts.lengths
-    if not isinstance(launch, PackedFp8Launcher) or launch.config.wide_codes or launch.config.window:
+    masked = with_mask(options, window, *lengths[4:])
+    if not isinstance(launch, PackedFp8Launcher) or launch.config.wide_codes or masked is None:
         return
     if type(parts.v) is not PackedTransposedV or parts.quantization.rotate_v or not may_be_like():
         return
@@ -75,9 +85,9 @@ def remember(parts: PackedQuantizedQKV, options: tuple[Any, ...], launch: Any) -
         return
     if is_empty(parts.q.data, parts.k.data, lengths):
         return
-    key = tensors[0].shape, tensors[1].shape, *_group_of(parts, options)
+    key = tensors[0].shape, tensors[1].shape, *_group_of(parts, masked)
     if remembered.comes_again(key) and remembered.has_room(key, *compared):
-        remembered.keep(key, _call_of(parts, launch), *compared)
+        remembered.keep(key, _call_of(parts, launch, sides), *compared)
 
 
 def _tensors_of(parts: PackedQuantizedQKV) -> tuple[Tensor, ...]:
@@ -95,7 +105,7 @@ def _group_of(parts: PackedQuantizedQKV, options: tuple[Any, ...]) -> tuple[Any,
     return *quantized, classes, lengths.pattern, options, tuple(map(type, options))
 
 
-def _call_of(parts: PackedQuantizedQKV, launcher: PackedFp8Launcher) -> ScriptedCall:
+def _call_of(parts: PackedQuantizedQKV, launcher: PackedFp8Launcher, sides: Sides) -> ScriptedCall:
     """That of calls with parts like these."""
     steps, kv_heads = PackedSteps.of(launcher, parts.q.data, parts.v.shape, parts.lengths), parts.k.shape[1]
     ones = kept_argument(device_memory.unit_scales(steps.batch + 1, kv_heads, steps.device))
@@ -108,5 +118,5 @@ def _call_of(parts: PackedQuantizedQKV, launcher: PackedFp8Launcher) -> Scripted
         mean = Given(FIRST + len(given))
     tensors, filled = (Given(Q), Given(K), Given(V)), (Given(OUT), Given(LSE))
     blocks = parts.q.block, parts.k.block
-    attention = steps.attention(tensors, filled, (of_q, of_k, of_v, ones), mean, blocks)
+    attention = steps.attention(tensors, filled, (of_q, of_k, of_v, ones), mean, blocks, sides)
     return steps.call([steps.plan(), attention], (), parts.dtype)

@@ -11,7 +11,9 @@ from torch import Tensor
 from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
+from hopper_attention.checks import FULL_WINDOW
 from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.features import with_mask
 from hopper_attention.few_blocks import class_of_keys
 from hopper_attention.fp8_rules import block_of
 from hopper_attention.launch import at_once, fp8
@@ -20,12 +22,14 @@ from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, no_ve
 from hopper_attention.launch.fp8 import Fp8HopperLauncher
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.like_calls import NO_LENGTHS, Remembered, may_be_like
-from hopper_attention.masks import FULL_SIDES
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.parts_memory import AnyLengthLayout, LengthLayout, PartsLayout
 from hopper_attention.problem import longest_alike
 from hopper_attention.quantized import MEMORY, PartsMemory, QuantizedQKV, TransposedV
 
 Key = tuple[Any, ...]
+Window = tuple[Any, Any]
+NO_WINDOW: Window = (FULL_WINDOW, 0)
 
 FIRST_PIECE = 7
 """Of the arguments of a script, the first of results in parts."""
@@ -33,8 +37,9 @@ FIRST_PIECE = 7
 
 @dataclass(frozen=True, slots=True)
 class PartsCall:
-    """What serves calls like an earlier one, without a window. ``rows_q`` rows of Q share a scale; ``no_mean``,
-    ``no_lse`` and ``no_runs`` are what the kernel takes where there is none."""
+    """What serves calls like an earlier one. ``rows_q`` rows of Q share a scale; ``no_mean``, ``no_lse`` and
+    ``no_runs`` are what the kernel takes where there is none. ``window`` are the sides of the mask, ``of_window`` what
+    the kernel takes of them."""
 
     launcher: Fp8HopperLauncher
     out: Facts
@@ -48,9 +53,11 @@ class PartsCall:
     has_mean: bool
     has_lone_scale: bool
     parts: Pieces
+    window: Sides
+    of_window: tuple[Any, ...]
 
     @classmethod
-    def of(cls, launcher: Fp8HopperLauncher, parts: QuantizedQKV) -> PartsCall:
+    def of(cls, launcher: Fp8HopperLauncher, parts: QuantizedQKV, window: Sides) -> PartsCall:
         """That of calls with parts like these."""
         (batch, seqlen_q, heads, head_dim), kv_heads, device = (
             parts.q.shape,
@@ -65,7 +72,9 @@ class PartsCall:
         options = rows_q, scale, parts.mean_v.numel() > 0, launcher.block_k == fp8.ALL_ROWS
         no_runs = tuple(map(kept_argument, fp8.no_runs_of(launcher, batch, device)))
         of_parts = launcher.pieces_of(out.shape)
-        return cls(launcher, out.facts, lse.facts, ones, no_mean, no_lse, no_runs, *options, of_parts)
+        of_mask = window, launcher.of_window(window)
+        made = out.facts, lse.facts, ones, no_mean, no_lse, no_runs
+        return cls(launcher, *made, *options, of_parts, *of_mask)
 
     def __call__(self, parts: QuantizedQKV, softmax_scale: float, wants_lse: bool) -> tuple[Tensor, Tensor]:
         """out and lse; an lse that is not wanted has no elements."""
@@ -77,9 +86,9 @@ class PartsCall:
         mean = parts.mean_v if self.has_mean else self.no_mean
         if self.parts:
             tensors, scales = (q.data, k.data, v.data, out, lse), (q.scale, k.scale, v.scale, self.ones)
-            launcher.queue(tensors, scales, mean, self.rows_q, softmax_scale, FULL_SIDES, ())
+            launcher.queue(tensors, scales, mean, self.rows_q, softmax_scale, self.window, ())
             return out, lse
-        # As ``Fp8HopperLauncher.arguments``, without a window.
+        # As ``Fp8HopperLauncher.arguments``.
         launcher.kernel(
             q.data,
             k.data,
@@ -95,6 +104,7 @@ class PartsCall:
             self.rows_q,
             launcher.block_k,
             softmax_scale,
+            *self.of_window,
             *self.no_runs,
             launcher.num_ctas,
         )
@@ -126,7 +136,7 @@ class MemoryCall:
         filled, behind = call.launcher.merge_in_script(call.out, (out, lse), False, FIRST_PIECE)
         tensors, scales = (q, k, v, *filled), (of_q, of_k, of_v, call.ones)
         mean = means[0] if means else call.no_mean
-        of_call = counter, scales, mean, call.rows_q, scale, FULL_SIDES, call.no_runs
+        of_call = counter, scales, mean, call.rows_q, scale, call.window, call.no_runs
         attention = Step(call.launcher.kernel, call.launcher.arguments(tensors, *of_call))
         script = at_once.make_script([attention, *behind])
         results = call.out, call.lse, call.no_lse
@@ -162,35 +172,45 @@ LENGTHS = {1: 1, 2: 3, 4: 2, 5: 2}
 in_memory: Remembered[MemoryCall] = Remembered(REMEMBERED_CALLS)
 
 
-def find(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | MemoryCall | None:
-    """What serves a call without a window: one like it was made, and its GPU is the current one; or None. None in a
-    CUDA graph too, as of ``FusedCalls``.
+def find(
+    parts: QuantizedQKV, options: tuple[Any, ...], window: Window = NO_WINDOW
+) -> PartsCall | MemoryCall | None:
+    """What serves a call: one like it was made, and its GPU is the current one; or None. None in a CUDA graph too, as
+    of ``FusedCalls``.
 
     Args:
-        options: all other arguments of the call but the scale. They count with their types.
+        options: all other arguments of the call but the scale, causal first. They count with their types.
+        window: window_size and attention_chunk.
     """
     if not may_be_like():
         return None
     memory = vars(parts).get(MEMORY)
-    call = _find_made(parts, options) if memory is None else _find_in_memory(parts, memory, options)
+    call = (
+        _find_made(parts, options, window)
+        if memory is None
+        else _find_in_memory(parts, memory, options, window)
+    )
     if call is None:
         return None
     index = call.launcher.device_index
     return call if current_device() == index and not device_memory.records_graph(index) else None
 
 
-def _find_made(parts: QuantizedQKV, options: tuple[Any, ...]) -> PartsCall | None:
-    v = parts.v
-    if type(v) is not TransposedV or _is_undone_by_pytorch(parts):
+def _find_made(parts: QuantizedQKV, options: tuple[Any, ...], window: Window) -> PartsCall | None:
+    v, q_shape = parts.v, parts.q.data.shape
+    if type(v) is not TransposedV or _is_undone_by_pytorch(parts) or len(q_shape) != 4:
+        return None
+    masked = with_mask(options, window, q_shape[1], v.seqlen)
+    if masked is None:
         return None
     tensors = _tensors_of(parts)
-    group = len(tensors), *_group_of(parts, v.seqlen, options)
+    group = len(tensors), *_group_of(parts, v.seqlen, masked)
     call = remembered.find_latest(group, *tensors)
     if call is None:
         key = *_shapes_of(parts), *group
         call = remembered.find(key, *tensors, group=group)
         if call is None:
-            call = _find_of_any_length(parts, v, tensors, options, key)
+            call = _find_of_any_length(parts, v, tensors, masked, key)
     return None if call is None or _addresses(tensors) % TMA_BYTES else call
 
 
@@ -213,7 +233,9 @@ def _find_of_any_length(
     return call
 
 
-def _find_in_memory(parts: QuantizedQKV, memory: PartsMemory, options: tuple[Any, ...]) -> MemoryCall | None:
+def _find_in_memory(
+    parts: QuantizedQKV, memory: PartsMemory, options: tuple[Any, ...], window: Window
+) -> MemoryCall | None:
     layout, codes, floats = memory
     if isinstance(layout, LengthLayout):
         # That of any number of keys for which a kernel is chosen alike, but for whether they share a scale.
@@ -226,24 +248,32 @@ def _find_in_memory(parts: QuantizedQKV, memory: PartsMemory, options: tuple[Any
     else:
         return None
     q_shape, *_ = one.offsets[0]
-    key = kind, block, class_of_keys(q_shape, layout.seqlen_k), options, tuple(map(type, options))
+    masked = with_mask(options, window, q_shape[1], layout.seqlen_k)
+    if masked is None:
+        return None
+    key = kind, block, class_of_keys(q_shape, layout.seqlen_k), masked, tuple(map(type, masked))
     found = in_memory.find(key, codes, floats)
     if found is None:
-        call = _find_made(parts.opened(), options)
+        call = _find_made(parts.opened(), options, window)
         if call is not None:
             found = MemoryCall.of(call, kind)
             in_memory.keep(key, found, codes, floats, of_any_length=of_any_length)
     return found
 
 
-def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None:
-    """Let ``find`` find a call of plain tensors without a window, which ``launch`` served, if the kernel takes its
-    tensors as they are and PyTorch has no part in the result."""
+def remember(
+    parts: QuantizedQKV,
+    options: tuple[Any, ...],
+    launch: Any,
+    window: Window = NO_WINDOW,
+    sides: Sides = FULL_SIDES,
+) -> None:
+    """Let ``find`` find a call of plain tensors, which ``launch`` served with the ``sides`` of its mask, if the kernel
+    takes its tensors as they are and PyTorch has no part in the result."""
     v, tensors = parts.v, _tensors_of(parts)
     if (
         not isinstance(launch, Fp8HopperLauncher)
         or launch.repairs
-        or launch.has_window
         or launch.widens
         or type(v) is not TransposedV
         or _is_undone_by_pytorch(parts)
@@ -252,13 +282,16 @@ def remember(parts: QuantizedQKV, options: tuple[Any, ...], launch: Any) -> None
         or device_memory.is_capturing(parts.q.data.device)
     ):
         return
-    key = *_shapes_of(parts), len(tensors), *_group_of(parts, v.seqlen, options)
-    class_key = _class_key(parts, v.seqlen, options)
+    masked = with_mask(options, window, parts.q.data.shape[1], v.seqlen)
+    if masked is None:
+        return
+    key = *_shapes_of(parts), len(tensors), *_group_of(parts, v.seqlen, masked)
+    class_key = _class_key(parts, v.seqlen, masked)
     comes_again = remembered.comes_again(key)
     has_others = class_key is not None and of_any_length.comes_again(class_key)
     if not comes_again and not has_others:
         return
-    call = PartsCall.of(launch, parts)
+    call = PartsCall.of(launch, parts, sides)
     if comes_again:
         remembered.keep(key, call, *tensors)
     if has_others and of_any_length.find(class_key, *tensors) is None:

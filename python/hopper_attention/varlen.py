@@ -232,11 +232,11 @@ def flash_attn_varlen_func(
             results = found((q, k, v), lengths, softmax_scale, again)
             return results if return_attn_probs else results[0]
     descales = (q_descale, k_descale, v_descale)
-    again_8 = deterministic, backend, sm_margin, return_attn_probs, exact_lse
-    asked_8 = (causal, window_size, attention_chunk), again_8
+    flags_8 = causal, deterministic, backend, sm_margin, return_attn_probs, exact_lse
+    again_8 = flags_8, (window_size, attention_chunk)
     if may_be_8 and (has_descales or getattr(q, "dtype", None) == FP8_DTYPE):
         of_call_8 = q, k, v, descales, lengths, softmax_scale
-        found_8 = packed_descaled_again.attend(*of_call_8, *asked_8, of_scores)
+        found_8 = packed_descaled_again.attend(*of_call_8, *again_8, of_scores)
         if found_8 is not None:
             return found_8 if return_attn_probs else found_8[0]
     lengths = check_kinds(lengths)
@@ -278,7 +278,7 @@ def flash_attn_varlen_func(
             varlen_again.remember((q, k, v), lengths, again, records_gradient=True)
         elif may_be_8 and q.dtype == FP8_DTYPE:
             checked_8 = mask, backend, sm_margin, return_attn_probs, exact_lse
-            packed_descaled_again.remember((q, k, v), descales, lengths, *asked_8, checked_8, of_scores)
+            packed_descaled_again.remember((q, k, v), descales, lengths, *again_8, checked_8, of_scores)
     return results if return_attn_probs else results[0]
 
 

@@ -98,6 +98,7 @@ def exact_of_parts(parts: PackedQuantizedQKV, named: dict[str, Any]) -> tuple[Te
     used = (None if x is None else tuple(x.tolist()) for x in (used_q, used_k))
     scale, causal = named.get("softmax_scale"), bool(named.get("causal", False))
     of_mask = {"causal": causal, **sides(named.get("window_size", (-1, -1)))}
+    of_mask["attention_chunk"] = named.get("attention_chunk", 0)
     return Case(*rooms, *used).oracle(q, k, values, softmax_scale=scale, **of_mask)
 
 
@@ -124,7 +125,7 @@ def parts_of(tensors: list[Tensor], named: dict[str, Any]) -> PackedQuantizedQKV
 
 def options_of(named: dict[str, Any]) -> dict[str, Any]:
     """Those of attention to parts."""
-    return {name: x for name, x in named.items() if name in (*OF_BOTH, "window_size")}
+    return {name: x for name, x in named.items() if name in (*OF_BOTH, "window_size", "attention_chunk")}
 
 
 def call_again(kernels: PartsKernels, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> Any:

@@ -139,7 +139,7 @@ class PartsKernels(Kernels):
         q, k, v, out, lse, _, of_q, of_k, of_v, of_out, mean = given[:11]
         rows_q, rows_k, scale, *sides, plan, sequences, ctas = given[11:]
         assert ctas == SMS * config.ctas_per_sm and (sides == [None] * 3) != config.window
-        self.calls.append({"config": config, "scale": scale, "lse": lse, "mean": mean})
+        self.calls.append({"config": config, "scale": scale, "lse": lse, "mean": mean, "sides": sides})
         (total_q, heads, _), (total_k, kv_heads, _), batch = q.shape, k.shape, sequences - 1
         for x, total, number, rows in ((of_q, total_q, heads, rows_q), (of_k, total_k, kv_heads, rows_k)):
             assert x.shape == (1, number, count_units(total, batch, rows))
@@ -152,8 +152,9 @@ class PartsKernels(Kernels):
             PackedQuantizedTensor(x.to(E4M3), of_x[0], rows).dequantize(starts, torch.float64)
             for x, of_x, rows, starts in ((q, of_q, rows_q, starts_q), (k, of_k, rows_k, starts_k))
         )
-        left, right, _ = (UNLIMITED if x is None or x >= total_k + total_q else x for x in sides)
+        left, right = (UNLIMITED if x is None or x >= total_k + total_q else x for x in sides[:2])
         of_mask = {"causal": config.causal, "window_left": left, "window_right": right}
+        of_mask["attention_chunk"] = sides[2] or 0
         for number, record in enumerate(records):
             rows, keys = (slice(first, first + n) for first, n in (record[:2], record[2:]))
             keys_of_sequence(v, record, number, False)

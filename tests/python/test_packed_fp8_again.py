@@ -220,3 +220,46 @@ def test_layers_of_several_sizes_do_not_drive_each_other_out(
     for tensors, named in calls:
         check(attend(*tensors, **named), exact_of(tensors, named))
         check(attend_to_parts(parts_of(tensors, named)), exact_of(tensors, named))
+
+
+WINDOWS: list[dict[str, Any]] = [
+    {"window_size": (20, 5)},
+    {"window_size": (20, 0), "causal": True},
+    {"window_size": (-1, 3)},
+    {"attention_chunk": 24},
+    {"window_size": (9, 2), "attention_chunk": 24, "causal": True},
+]
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dtype"), [("different", 64, FP16), ("used in part", 256, torch.bfloat16)]
+)
+def test_parts_in_a_window(
+    kernels: PartsKernels,
+    name: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    with_lse: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was found for one serves no other, nor calls without a window."""
+    tensors, named = draw(name, head_dim, dtype)
+    named |= WITH_LSE if with_lse else {}
+    parts = parts_of(tensors, named)
+    for number, window in enumerate([*WINDOWS, {}]):
+        of_call = named | window
+        options = options_of(of_call)
+        if number:
+            with monkeypatch.context() as patch, pytest.raises(AssertionError, match="found anew"):
+                refuse_to_find(patch)
+                attend_to_parts(parts, **options)
+        found = call_again(kernels, monkeypatch, partial(attend_to_parts, parts, **options))
+        check(found, exact_of_parts(parts, of_call))
+        first, *again = kernels.calls[-3:]
+        assert first["config"].window == bool(window) and [x["sides"] for x in again] == [first["sides"]] * 2
+        assert [(x["config"], x["scale"]) for x in again] == [(first["config"], first["scale"])] * 2
+    refuse_to_find(monkeypatch)
+    for window in [*WINDOWS, {"window_size": (3000, 3000)}]:
+        of_call = named | window
+        check(attend_to_parts(parts, **options_of(of_call)), exact_of_parts(parts, of_call))

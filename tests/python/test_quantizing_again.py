@@ -22,7 +22,7 @@ from hopper_attention import (
 from hopper_attention.launch import fp8 as fp8_launch
 from hopper_attention.launch import quantize
 from hopper_attention.packing_rules import MOST_QUERIES
-from hopper_attention.quantized import DEFAULT_QUANTIZATION, E4M3, QuantizedQKV, TransposedV
+from hopper_attention.quantized import DEFAULT_QUANTIZATION, E4M3, MEMORY, QuantizedQKV, TransposedV
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.test_calls_again import Seen, draw, facts_of, refuse
 
@@ -148,3 +148,86 @@ def test_parts_of_one_head_with_odd_strides_are_not_like_others(seen: Seen) -> N
         odd = parts.v.data.squeeze(dim).clone().unsqueeze(-1).movedim(-1, dim)
         assert odd.is_contiguous() and odd.stride(dim) == 1
         assert parts_again.find(replace(parts, v=replace(parts.v, data=odd)), options) is None
+
+
+WINDOWS: list[dict[str, Any]] = [
+    {"window_size": (20, 5)},
+    {"window_size": (20, 0)},
+    {"window_size": (20, 7), "causal": True, "return_attn_probs": True, "exact_lse": False},
+    {"window_size": (-1, 3)},
+    {"attention_chunk": 24},
+    {"window_size": (9, 2), "attention_chunk": 24, "causal": True},
+]
+
+
+@pytest.mark.parametrize("how", ["in memory", "made"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_parts_in_a_window_are_found_again(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch, head_dim: int, how: str
+) -> None:
+    """Kernels get what the first call gave them; what was found for a window serves no other, nor a call without."""
+    q, k, v = draw(2, 70, 4, head_dim), draw(2, 90, 2, head_dim), draw(2, 90, 2, head_dim)
+
+    def given_for(window: dict[str, Any]) -> list[Any]:
+        parts = quantize_qkv(q, k, v)
+        parts = parts.opened() if how == "made" else parts
+        seen.clear()
+        flash_attn_quantized_func(parts, **window)
+        assert (MEMORY in vars(parts)) == (how != "made")
+        (given,) = seen
+        assert given[0].data_ptr() == parts.q.data.data_ptr()
+        return [facts_of(x) for x in given]
+
+    def refused(window: dict[str, Any]) -> None:
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="found anew"):
+            patch.setattr(fp8, "attend_and_undo", refuse)
+            given_for(window)
+
+    for _ in range(3):
+        quantize_qkv(q, k, v)
+    known = []
+    for window in [*WINDOWS, {}]:
+        refused(window)
+        known.append(given_for(window))
+        assert given_for(window) == known[-1]
+    assert len({len(given) for given in known}) == 2 and not any(known.count(given) > 1 for given in known)
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "attend_and_undo", refuse)
+        for _ in range(2):
+            assert [given_for(window) for window in [*WINDOWS, {}]] == known
+        # Sides that hide nothing are none, and (20, 0) is causal.
+        assert given_for({"window_size": (89, 70)}) == known[-1]
+        assert given_for({"window_size": (20, 9), "causal": True}) == known[1]
+    for window in ({"window_size": (21, 5)}, {"window_size": [20, 5]}, {"attention_chunk": 25}):
+        refused(window)
+    for window in ({"window_size": (-2, 5)}, {"window_size": (1, 2, 3)}, {"attention_chunk": -1}):
+        with pytest.raises((TypeError, ValueError), match=r"window_size is|attention_chunk is"):
+            given_for(window)
+
+
+def test_parts_in_a_window_with_keys_that_are_new_in_number(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, window = draw(2, 300, 2, 64), {"window_size": (40, 10)}
+
+    def given_for(rows: int) -> list[Any]:
+        parts = quantize_qkv(q, keys_of(rows), keys_of(rows)).opened()
+        seen.clear()
+        flash_attn_quantized_func(parts, **window)
+        (given,) = seen
+        return [facts_of(x) for x in given]
+
+    wanted = {}
+    for rows in (50, 60, 35):
+        forget_launchers()
+        wanted[rows] = given_for(rows)
+    forget_launchers()
+    given_for(51), given_for(52)
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "attend_and_undo", refuse)
+        for _ in range(2):
+            assert [given_for(rows) for rows in (50, 60)] == [wanted[rows] for rows in (50, 60)]
+        # The left side hides none of so few keys, and there are others of these.
+        for rows in (35, 1100):
+            with pytest.raises(AssertionError, match="found anew"):
+                given_for(rows)

@@ -271,11 +271,15 @@ class Fp8HopperLauncher(Launcher):
             rows_q,
             self.block_k,
             softmax_scale,
-            *((*sides, *NO_PLAN) if self.has_window or self.combine or of_scores else ()),
+            *(self.of_window(window) or ((*NO_SIDES, *NO_PLAN) if self.combine or of_scores else ())),
             *of_scores,
             *of_runs,
             self.num_ctas,
         )
+
+    def of_window(self, window: Sides) -> tuple[Any, ...]:
+        """What the kernel takes of the sides of a mask."""
+        return (*kernel_sides(*window), *NO_PLAN) if self.has_window else ()
 
     def _values(self, v: QuantizedTensor | TransposedV) -> Tensor:
         """V as the kernel takes it."""
