@@ -292,6 +292,7 @@ def fp8_forward_on_numpy(
     timing: Timing = AT_ONCE,
     sides: tuple[int, ...] = (),
     runs: tuple[Tensor, Tensor] | None = None,
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     """out and lse as the FP8 kernel leaves them; ``sides`` of its window, ``runs`` means of V's and ``changes``."""
     c, q, k, v = config, parts.q, parts.k, parts.v
@@ -303,8 +304,11 @@ def fp8_forward_on_numpy(
         means, changes = runs or (mean_v[:, :0, None], torch.zeros(len(mean_v), 0, 4, dtype=torch.int32))
         for x, n in memory_of_runs(c, means, changes):
             arguments.tensor(x, tuple(x.shape[:n]), x.stride()[:-1])
-    finish_forward(c, arguments, q.data, k.data, softmax_scale)
+    arguments.softcap_and_slopes(rules, softmax_scale)
+    arguments.sinks(rules)
+    finish_forward(c, arguments, q.data, k.data, rules.softcap or softmax_scale)
     arguments.add(*sides)
+    arguments.softcap_and_slopes(rules, softmax_scale)
     asked = (q.data, k.data, v.row_major().data) if c.asks_early else ()
     if c.o_from_registers:
         (arguments.heads_in_rows if c.group > 1 else arguments.rows_of)(out)

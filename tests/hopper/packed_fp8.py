@@ -12,7 +12,7 @@ from hopper.tiles import ADDRESS_PART, RAGGED_ROWS
 from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
 from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
-from tests.hopper.on_numpy import LOG2_E, Arguments, program_of
+from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, program_of
 from tests.hopper.split_on_numpy import unwritten_parts
 from tests.hopper.tensor_maps import SWIZZLED_ROWS, elements_of, query_map, ragged_map
 
@@ -47,8 +47,10 @@ def packed_fp8_forward_on_numpy(
     ctas: int = 1,
     timing: Timing = AT_ONCE,
     sides: tuple[int, ...] = (),
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, which were NaN before; ``plan`` is of query tiles. The counter of tiles has to be left zero."""
+    """out and lse, which were NaN before; ``plan`` is of query tiles, and of ``rules`` a softcap and sinks are taken.
+    The counter of tiles has to be left zero."""
     c, q, v = config, parts.q, parts.v
     total_q, heads, _ = q.shape
     out = torch.full((total_q, heads, v.shape[2]), math.nan, dtype=parts.dtype)
@@ -57,8 +59,9 @@ def packed_fp8_forward_on_numpy(
     arguments.add(*_operands(c, parts), query_map(c, out, c.head_dim_v))
     arguments.values += [b"\0" * 16] * 4
     arguments.tensor(lse, (total_q, heads), (lse.stride(0),))
-    counter = _finish(c, arguments, parts, plan, softmax_scale)
+    counter = _finish(c, arguments, parts, plan, softmax_scale, rules)
     arguments.add(*sides)
+    arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     assert not counter.any()
     return out, lse
@@ -72,6 +75,7 @@ def packed_fp8_parts_on_numpy(
     splits: int,
     ctas: int = 1,
     timing: Timing = AT_ONCE,
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     """The same in ``splits`` parts, (splits, 1, total_q, heads) of lse."""
     out, lse = unwritten_parts(splits, 1, parts.q.shape[0], parts.q.data, parts.v)
@@ -79,7 +83,8 @@ def packed_fp8_parts_on_numpy(
     arguments.add(*_operands(config, parts))
     arguments.values += [b"\0" * 16] * 3
     arguments.parts(lse)
-    counter = _finish(config, arguments, parts, plan, softmax_scale)
+    counter = _finish(config, arguments, parts, plan, softmax_scale, rules)
+    arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.parts(out)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     assert not counter.any()
@@ -99,7 +104,12 @@ def _operands(config: Fp8ForwardConfig, parts: PackedQuantizedQKV) -> tuple[Tens
 
 
 def _finish(
-    config: Fp8ForwardConfig, arguments: Arguments, parts: PackedQuantizedQKV, plan: Tensor, scale: float
+    config: Fp8ForwardConfig,
+    arguments: Arguments,
+    parts: PackedQuantizedQKV,
+    plan: Tensor,
+    scale: float,
+    rules: Rules,
 ) -> Tensor:
     """What comes behind the LSE, up to the number of heads; gives the counter of tiles."""
     c, (q, k), sequences = config, (parts.q, parts.k), parts.batch + 1
@@ -111,7 +121,10 @@ def _finish(
     for i, of in enumerate((*_scales(c, parts), mean)):
         free = 3 if c.lone_scales and i == 0 else 2
         arguments.tensor(of, tuple(of.shape), of.stride()[:free])
-    arguments.add(q.block, k.block, scale * LOG2_E)
+    arguments.add(q.block, k.block)
+    arguments.softcap_and_slopes(rules, scale)
+    arguments.sinks(rules)
+    arguments.add((rules.softcap or scale) * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(sequences, heads // (kv_heads * c.group))
     return counter

@@ -10,7 +10,7 @@ from torch import Tensor
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from tests.hopper.hopper_machine import AT_ONCE, Timing
-from tests.hopper.on_numpy import LOG2_E, Arguments, program_of
+from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, program_of
 from tests.hopper.paged_on_numpy import Cache
 from tests.hopper.split_on_numpy import unwritten_parts
 from tests.hopper.tensor_maps import query_map, ragged_map
@@ -33,9 +33,12 @@ def paged_tiles_on_numpy(
     ctas: int = 1,
     timing: Timing = AT_ONCE,
     scales: tuple[Tensor, ...] = (),
+    sides: tuple[int, ...] = (),
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
     """out (splits, total_q, heads, head_dim_v) and lse (splits, total_q, heads), which were NaN before; ``scales`` are
-    those of Q, K and V of e4m3, (batch, kv_heads)."""
+    those of Q, K and V of e4m3, (batch, kv_heads); ``sides`` those of a window; of ``rules`` a softcap and, of e4m3,
+    sinks are taken."""
     c, (k, v), batch = config, (cache.k, cache.v), len(cache.rows)
     total_q, heads, _ = q.shape
     arguments, plan = Arguments(), plan_of_cache(config, cache, rows_q)
@@ -52,9 +55,11 @@ def paged_tiles_on_numpy(
         arguments.add(query_map(c, out, c.head_dim_v))
     numbers = batch + 1, heads // (k.shape[2] * c.group)
     if isinstance(c, Fp8ForwardConfig):
-        counter = _with_scales(c, arguments, lse, plan, numbers, softmax_scale, scales)
+        counter = _with_scales(c, arguments, (lse, plan), numbers, softmax_scale, scales, rules)
+        arguments.add(*sides)
+        arguments.softcap_and_slopes(rules, softmax_scale)
     else:
-        counter = arguments.packed(lse, plan, numbers, softmax_scale, ())
+        counter = arguments.packed(lse, plan, numbers, softmax_scale, sides, rules)
     arguments.tensor(cache.table, tuple(cache.table.shape), cache.table.stride()[:1])
     arguments.tensor(cache.leftpad, tuple(cache.leftpad.shape), ())
     arguments.add(k.shape[0], k.stride(0) // k.stride(1))
@@ -69,14 +74,15 @@ def paged_tiles_on_numpy(
 def _with_scales(
     config: Fp8ForwardConfig,
     arguments: Arguments,
-    lse: Tensor,
-    plan: Tensor,
+    lse_and_plan: tuple[Tensor, Tensor],
     numbers: tuple[int, int],
     softmax_scale: float,
     scales: tuple[Tensor, ...],
+    rules: Rules,
 ) -> Tensor:
-    """What a kernel of e4m3 takes behind its maps, up to the pages; gives the counter of tiles. ``numbers`` are those
-    of sequences and of tiles that share a K/V head."""
+    """What a kernel of e4m3 takes behind its maps, up to the sides of a window; gives the counter of tiles.
+    ``numbers`` are those of sequences and of tiles that share a K/V head."""
+    lse, plan = lse_and_plan
     arguments.values += [b"\0" * 16] * len(arguments.values)
     if config.split:
         arguments.parts(lse)
@@ -90,7 +96,10 @@ def _with_scales(
     for i, of in enumerate(given):
         arguments.tensor(of, tuple(of.shape), of.stride()[: 2 if i else 3])
     # Rows that share a scale are not counted.
-    arguments.add(0, 0, softmax_scale * LOG2_E)
+    arguments.add(0, 0)
+    arguments.softcap_and_slopes(rules, softmax_scale)
+    arguments.sinks(rules)
+    arguments.add((rules.softcap or softmax_scale) * LOG2_E)
     arguments.tensor(plan, tuple(plan.shape), ())
     arguments.add(*numbers)
     return counter

@@ -12,7 +12,15 @@ from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention.quantized import QuantizedQKV
 from tests.hopper.hopper_machine import Timing
-from tests.hopper.on_numpy import Arguments, add_scales, finish_forward, fp8_maps, program_of
+from tests.hopper.on_numpy import (
+    NO_RULES,
+    Arguments,
+    Rules,
+    add_scales,
+    finish_forward,
+    fp8_maps,
+    program_of,
+)
 from tests.hopper.tensor_maps import query_map, ragged_map, row_map
 
 
@@ -53,8 +61,9 @@ def fp8_parts_on_numpy(
     splits: int,
     ctas: int,
     timing: Timing,
+    rules: Rules = NO_RULES,
 ) -> tuple[Tensor, Tensor]:
-    """The same of e4m3."""
+    """The same of e4m3; of ``rules`` a softcap is taken."""
     q, k, v = inputs.q.data, inputs.k.data, inputs.v
     parts, lse = unwritten_parts(splits, *q.shape[:2], q, v)
     arguments = Arguments()
@@ -63,7 +72,9 @@ def fp8_parts_on_numpy(
     arguments.parts(lse)
     arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
     add_scales(config, arguments, inputs)
-    finish_forward(config, arguments, q, k, softmax_scale)
+    arguments.softcap_and_slopes(rules, softmax_scale)
+    finish_forward(config, arguments, q, k, rules.softcap or softmax_scale)
+    arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.parts(parts)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
     return parts, lse
