@@ -222,9 +222,10 @@ def draw_packed(case: Case, packing: Packing) -> PackedQuantizedQKV:
 
 
 def check_packed(case: Case, found: tuple[Tensor, Tensor], parts: PackedQuantizedQKV, scale: float) -> None:
-    """Each sequence alone; one without keys has its sinks, and rows of none are 0 and -inf, or their sinks."""
+    """Each sequence alone; one without keys has its sinks. Rows of none are 0, and the launcher sees to their LSE."""
     out, lse = found
     last, sinks = 0, case.rules.sinks
+    empty = torch.full((case.heads[0],), -math.inf) if sinks is None else sinks
     for (rows, keys), one in parts.sequences():
         if rows.start == rows.stop:
             continue
@@ -232,9 +233,9 @@ def check_packed(case: Case, found: tuple[Tensor, Tensor], parts: PackedQuantize
         if keys.start < keys.stop:
             check(own, exact_of(case, one, scale))
             continue
-        empty = torch.full((case.heads[0],), -math.inf) if sinks is None else sinks
-        assert not own[0].any() and torch.allclose(own[1][0], empty[:, None], rtol=1e-6)
+        assert not own[0].any() and torch.allclose(own[1][0].float(), empty[:, None], rtol=1e-6)
     assert last < out.shape[0] and not out[last:].any()
+    torch.testing.assert_close(lse[:, last:].float(), empty[:, None].expand_as(lse[:, last:]))
 
 
 @pytest.mark.parametrize("case", PACKED_CASES.values(), ids=PACKED_CASES)
@@ -331,3 +332,122 @@ def test_neither_the_grid_nor_the_order_of_warps_changes_a_bit() -> None:
         for ctas, timing in ((1, Timing(is_late=True, seed=3)), (11, Timing()))
     )
     assert all(map(torch.equal, few, many)) and bool(few[0].isfinite().all())
+
+
+# What kernels are built from
+
+
+BUILT = Case(128, True, True).config()
+
+
+@pytest.mark.parametrize("name", ["alibi", "dropout"])
+def test_what_no_fp8_kernel_does(name: str) -> None:
+    for config in (BUILT, replace(BUILT, v_rows=False), replace(BUILT, layout=VARLEN)):
+        with pytest.raises(ValueError, match=rf"{name} is True, allowed for float8_e4m3fn: False"):
+            validate_forward_config(replace(config, **{name: True}))
+
+
+FEATURES = pytest.mark.parametrize("name", ["softcap", "sinks"])
+
+
+@FEATURES
+def test_what_takes_changed_scores(name: str) -> None:
+    """Softmaxes that take the maximum of each block, with block scales too, and P V that is one sum."""
+    for layout in (DENSE, VARLEN):
+        for softmax in (Softmax.EXACT, Softmax.EAGER):
+            config = replace(BUILT, softmax=softmax, layout=layout, **{name: True})
+            validate_forward_config(config)
+            validate_forward_config(replace(config, lone_scales=False))
+            validate_forward_config(replace(config, window=True))
+            assert not config.is_plain and name in config.name
+
+
+@FEATURES
+@pytest.mark.parametrize("kind", ["lagging", "half", "two levels", "wide codes"])
+def test_what_refuses_changed_scores(name: str, kind: str) -> None:
+    select = partial(select_fp8_forward_config, 128, 128, True, "bfloat16", 9000, 384)
+    config = {
+        "lagging": lambda: select(),
+        "half": lambda: select(half_scores=True),
+        "two levels": lambda: select(two_level=True),
+        "wide codes": lambda: select(exact_lse=True),
+    }[kind]()
+    assert not config.takes_maxima
+    is_stale = kind in ("lagging", "half")
+    assert config.softmax.value == kind if is_stale else config.two_level
+    assert config.wide_codes == (kind == "wide codes")
+    validate_forward_config(config)
+    with pytest.raises(ValueError, match=rf"{name} is True, allowed .* where a block does not take its maximum"):
+        validate_forward_config(replace(config, **{name: True}))
+
+
+def test_parts_have_no_window_and_no_sinks() -> None:
+    config = few_config(Case(128, True, True, softcap=15.0), 4, 64, split=True)
+    assert config.split and config.softcap and config.group == 4
+    for name in ("sinks", "window"):
+        for softcap in (False, True):
+            with pytest.raises(ValueError, match=r"split is True, allowed with a window or sinks"):
+                validate_forward_config(replace(config, softcap=softcap, **{name: True}))
+    with pytest.raises(ValueError, match=r"split is True, allowed with a window or sinks"):
+        few_config(Case(128, True, True, sinks=ORDINARY), 1, 64, split=True)
+
+
+def test_groups_have_sinks_in_e4m3_alone() -> None:
+    for group in (1, 4, 5, 64):
+        config = few_config(Case(128, True, True, sides=WINDOW, softcap=15.0, sinks=ORDINARY), group, 64)
+        assert (config.group, config.sinks, config.softcap, config.window) == (group, True, True, True)
+    plain = select_forward_config("bfloat16", 128, 128, True, 1024)
+    validate_forward_config(replace(plain, sinks=True))
+    validate_forward_config(with_group(plain, 4))
+    with pytest.raises(ValueError, match=r"group is 4 and split False, allowed"):
+        validate_forward_config(replace(with_group(plain, 4), sinks=True))
+
+
+def test_what_is_selected() -> None:
+    """Tiles in which each block takes its maximum, for rows of any size; selecting validates."""
+    for case in itertools.product((16, 80, 112, 192, 256), (64, 256), (False, True), (False, True)):
+        head_dim, head_dim_v, causal, v_rows = case
+        for layout, changes in itertools.product((DENSE, VARLEN), (SOFTCAP, EVERYTHING)):
+            dims = head_dim, head_dim_v
+            config = select_fp8_scored_config(dims, causal, "bfloat16", v_rows, changes, layout)
+            assert config.takes_maxima and config.lone_scales and config.v_rows == v_rows
+            assert (config.layout, config.causal, config.softcap) == (layout, causal, True)
+            assert (config.sinks, config.window) == (changes.sinks, changes.window)
+            assert config.head_dim >= head_dim and config.head_dim_v >= head_dim_v
+    with pytest.raises(ValueError, match="head_dim 272 and head_dim_v 64: both may be at most 256"):
+        select_fp8_scored_config((272, 64), False, "bfloat16", False, SOFTCAP)
+    assert NO_CHANGES.of(BUILT) == BUILT and not NO_CHANGES.are_of_scores
+    assert EVERYTHING.are_of_scores and not Changes(window=True, chunk=True).are_of_scores
+
+
+def compiled() -> dict[str, list[Fp8ForwardConfig]]:
+    """What ships on dense tensors; a few of packed ones, with all at once; and of several heads a tile."""
+    of_packed = [
+        select_fp8_scored_config((head_dim, head_dim), causal, "bfloat16", v_rows, EVERYTHING, VARLEN)
+        for head_dim, causal, v_rows in ((64, False, False), (128, True, True), (256, True, False), (256, False, True))
+    ]
+    chunks = replace(EVERYTHING, chunk=True)
+    of_packed += [select_fp8_scored_config((256, 256), False, "bfloat16", False, chunks, VARLEN)]
+    of_heads = [
+        few_config(Case(head_dim, True, causal, sides=sides, softcap=softcap, sinks=sinks), group, rows, split=split)
+        for head_dim, causal, sides, softcap, sinks, group, rows, split in (
+            (64, True, WINDOW, 15.0, ORDINARY, 5, 192, False),
+            (128, False, (), 0.0, ORDINARY, 8, 64, False),
+            (128, True, WINDOW, 15.0, ORDINARY, 1, 128, False),
+            (256, True, WINDOW, 15.0, ORDINARY, 5, 128, False),
+            (128, True, (), 15.0, (), 8, 192, True),
+            (256, False, (), 15.0, (), 1, 128, True),
+        )
+    ]
+    return {"dense": list(shipped_fp8_scored_configs()), "packed": of_packed, "heads": of_heads}
+
+
+COMPILED = compiled()
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_no_register_is_spilled(kind: str) -> None:
+    usages = usage_of_each(COMPILED[kind])
+    assert {c.name: usage for c, usage in usages.items() if usage.spills or usage.stack_bytes} == {}
+    assert all(usage.shared_bytes <= SMEM_BYTES for usage in usages.values())
+    assert len(usages) == {"dense": len(SCORED_TILINGS) * 8, "packed": 5, "heads": 6}[kind]

@@ -29,6 +29,7 @@ from hopper_attention.launch.transpose import transpose_packed_values
 from hopper_attention.launch.varlen import is_empty, run_varlen
 from hopper_attention.launch.widen import widened
 from hopper_attention.layout import make_packed_addressable
+from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import FULL_SIDES, UNLIMITED, MaskSpec, Sides, kernel_sides
 from hopper_attention.packed_quantized import (
     ONE_PER_SEQUENCE,
@@ -128,6 +129,9 @@ class PackedFp8Launcher(Launcher):
             *(() if scores is NO_SCORES else changes_for_fp8(scores)),
             self.num_ctas,
         )
+        if wants_lse and scores.sinks is not None:
+            # To the kernel rows behind the last sequence are rows without keys, which have their sink.
+            lse.masked_fill_(~rows_of_sequences(lengths.cu_seqlens_q, None, total_q), -math.inf)
         return (out if adds else restore(out, parts, self.causal, window)), lse
 
     def sides(self, window: Sides) -> tuple[int | None, ...]:
@@ -173,11 +177,15 @@ def empty_results(parts: PackedQuantizedQKV, wants_lse: bool) -> tuple[Tensor, T
     return out, torch.empty(heads, total_q if wants_lse else 0, dtype=torch.float32, device=device)
 
 
-def no_results(parts: PackedQuantizedQKV) -> tuple[Tensor, Tensor]:
-    """out and lse of rows that see no key."""
+def no_results(parts: PackedQuantizedQKV, scores: Scores = NO_SCORES) -> tuple[Tensor, Tensor]:
+    """out and lse of rows that see no key, of which those of sequences have their sink."""
     (total_q, heads, _), data = parts.q.shape, parts.q.data
     out = torch.zeros(total_q, heads, parts.v.shape[2], dtype=parts.dtype, device=data.device)
-    return out, torch.full((heads, total_q), -math.inf, dtype=torch.float32, device=data.device)
+    lse = torch.full((heads, total_q), -math.inf, dtype=torch.float32, device=data.device)
+    if scores.sinks is not None:
+        rows = rows_of_sequences(parts.lengths.cu_seqlens_q, parts.lengths.seqused_q, total_q)
+        lse = torch.where(rows, scores.sinks.float()[:, None], lse)
+    return out, lse
 
 
 def restore(out: Tensor, parts: PackedQuantizedQKV, causal: bool, window: Sides) -> Tensor:
@@ -285,12 +293,12 @@ def attend_packed(
     """Attention of packed quantized tensors: out (total_q, heads, head_dim_v), with what was done to V undone, and lse
     (heads, total_q). Arguments and errors are those of ``launch.fp8.attend``.
 
-    Rows of no sequence get 0 and -inf, as do rows that see no key.
+    Rows of no sequence get 0 and -inf, as do rows that see no key, but for their sink.
     """
     problem = packed_problem_of(parts, causal, two_level, window, exact_lse, not wants_lse, scores.kind)
     launch = find_packed_fp8(problem, parts.q.data.device, backend, sm_margin)
     if is_empty(parts.q.data, parts.k.data, parts.lengths):
-        return no_results(parts)
+        return no_results(parts, scores)
     if scores is NO_SCORES:
         return launch(parts, softmax_scale, wants_lse, window)
     assert isinstance(launch, PackedFp8Launcher)
