@@ -259,7 +259,6 @@ class Fp8HopperLauncher(Launcher):
         if self.block_k == ALL_ROWS:
             # A lone scale is a factor of the output, whatever its sign.
             v_scale, o_scale = o_scale, v_scale
-        sides = kernel_sides(*window) if self.has_window else NO_SIDES
         return (
             *tensors,
             counter,
