@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
-from hopper_attention import explain_varlen, flash_attn_varlen_func, packed_descaled_again
+from hopper_attention import explain_varlen, flash_attn_varlen_func, packed_descaled_again, varlen
 from hopper_attention.packed_quantization import from_packed_descales, resolve_lengths
 from hopper_attention.packed_quantized import PackedQuantizedQKV
 from tests.gpu.test_fp8_varlen import on_gpu, wrong_results
+from tests.python.packed_fp8_calls import refuse
 from tests.python.test_packed_quantization import NAMES
 from tests.python.varlen_cases import Case, offsets
 
@@ -95,6 +96,39 @@ def test_the_kernels_that_serve() -> None:
         config = explain_varlen(*tensors, **given).config
         assert isinstance(config, Fp8ForwardConfig) and config.lone_scales
         assert (config.softmax, config.v_rows) == kernel
+
+
+WINDOWS: list[dict[str, Any]] = [
+    {"window_size": (128, 0)},
+    {"window_size": (100, 30)},
+    {"window_size": (-1, 3)},
+    {"attention_chunk": 200, "causal": True},
+    {"window_size": (64, 9), "attention_chunk": 200},
+]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", CASES)
+def test_calls_in_a_window_are_found_again(name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows in turn, as of a model's layers: with the bits of the first call of each, which was found anew."""
+    _, tensors, given = draw(name, head_dim)
+    for options in ({}, {"return_attn_probs": True, "exact_lse": False}):
+        packed_descaled_again.remembered.cache_clear()
+        windows = [{}, *WINDOWS]
+        calls = []
+        for number in range(4):
+            with monkeypatch.context() as patch:
+                if number > 1:
+                    patch.setattr(varlen, "_call_operator", refuse)
+                found = [flash_attn_varlen_func(*tensors, **given, **window, **options) for window in windows]
+            calls.append([x if isinstance(x, tuple) else (x,) for x in found])
+        first, *others = calls
+        for other in others:
+            assert all(
+                torch.equal(x, y)
+                for a, b in zip(first, other, strict=True)
+                for x, y in zip(a, b, strict=True)
+            )
 
 
 @pytest.mark.parametrize("kind", ["none", "of q alone", "one for all", "columns of others"])

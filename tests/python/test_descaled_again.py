@@ -117,6 +117,8 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grouped, many queries": ({"heads": 8, "kv_heads": 2, "seqlen_q": 900}, {}),
     "V transposed before": ({"seqlen_q": 2000, "seqlen_k": 300}, {}),
     "a window": ({}, {"window_size": (7, 2)}),
+    "a window, V transposed before": ({"seqlen_q": 2000, "seqlen_k": 300}, {"window_size": (90, 0)}),
+    "chunks": ({}, {"attention_chunk": 16, "causal": True}),
     "two levels": ({}, {"two_level_accumulation": True}),
     "an LSE": ({}, {"return_attn_probs": True, "exact_lse": False}),
     "an exact LSE": ({"seqlen_q": 70}, {"return_attn_probs": True, "causal": True}),
