@@ -314,7 +314,7 @@ def _sets_of_features(config: _kernels.KernelConfig) -> Iterator[tuple[str, ...]
         for names in product(*choices):
             together = tuple(name for part in names for name in part)
             is_there = has_one_page or "leftpad" not in together
-            if together and is_there and not (config.cache_dtype and "softcap" in together):
+            if together and is_there:
                 yield together
     elif isinstance(config, ForwardConfig) and not isinstance(config, Fp8ForwardConfig):
         for flags in product((False, True), repeat=len(SCORES)):

@@ -74,8 +74,6 @@ def why_not_on_hopper(call: CacheCall) -> str:
     shape = call.shape
     if shape.has_qv:
         return "there is a qv"
-    if shape.is_fp8_cache and call.scores.has_softcap:
-        return "there is a softcap, and the cache is of e4m3"
     if shape.has_scales_of_rows and not _is_swapped(call):
         taken = "with queries of bfloat16 or e4m3"
         return f"scales are by {shape.scales}, which its kernel takes {taken}, not {shape.dtype}"

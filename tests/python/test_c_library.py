@@ -469,7 +469,6 @@ WIDE: dict[str, Any] = {"dtype": c.BFLOAT16, "head_dim": 256}
 def test_what_no_decode_kernel_does_is_named(library: Library) -> None:
     fields = {"batch": 1, "seqlen_q": 1, "pages": 4, "page_size": 16, "cache_dtype": c.FLOAT8_E4M3}
     for more, message in (
-        ({"scores": c.Scores(softcap=30)}, "scores.softcap is 30, allowed with a cache of e4m3: 0"),
         (
             {"scores": c.Scores(alibi_slopes=64)},
             "scores.alibi_slopes is given, which decode kernels do not have",

@@ -241,6 +241,7 @@ SERVED: dict[str, tuple[CacheCase, dict[str, Any]]] = {
     "new tokens": (replace(PAGES, new=(1, 1, 1), rotary_dim=16), {}),
     "one page of any size": (replace(PAGES, page_size=27, capacity=27), {}),
     "a cache of e4m3": (OF_16_BYTES, {"cache_dtype": FP8}),
+    "a cache of e4m3 and a softcap": (OF_16_BYTES, {"cache_dtype": FP8, "softcap": 2.0}),
     "q and a cache of e4m3": (OF_16_BYTES, {"cache_dtype": FP8, "q": torch.zeros(3, 3, 4, 32).to(FP8)}),
     "wide heads": (replace(PAGES, head_dims=(256, 256)), {}),
     "window, cap, sinks": (PAGES, {"window_size": (5, 0), "softcap": 3.0, "sinks": torch.zeros(4)}),
@@ -269,11 +270,6 @@ def with_columns(cache: Tensor, room: int) -> Tensor:
 NO_KEYS = CacheCase(lengths=(0, 0, 0), capacity=0)
 REFUSED: dict[str, tuple[CacheCase, dict[str, Any], str]] = {
     "qv": (PAGES, {"qv": torch.zeros(3, 3, 4, 24).bfloat16()}, "there is a qv"),
-    "a cache of e4m3 and a softcap": (
-        PAGES,
-        {"cache_dtype": FP8, "softcap": 2.0},
-        "there is a softcap, and the cache is of e4m3",
-    ),
     "wide values": (
         replace(PAGES, head_dims=(32, 264)),
         {},
@@ -483,6 +479,34 @@ def test_explain_says_that_the_decode_kernel_runs() -> None:
     assert plan.config.name in str(plan)
     there = explain_kvcache(**arguments, device_capability=(8, 0))
     assert there.path != "decode" and there.refused[0].endswith("the backend is ampere")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "queries", "tile_m"),
+    [((4, 1), 1, 4), ((8, 1), 1, 8), ((8, 1), 2, 16), ((32, 1), 1, 32), ((16, 1), 4, 64)],
+)
+def test_a_softcap_leaves_a_cache_of_e4m3_to_the_decode_kernel(
+    heads: tuple[int, int], queries: int, tile_m: int, dtype: torch.dtype
+) -> None:
+    """With other kernels of the same tiles, whatever else there is."""
+    case = replace(OF_16_BYTES, heads=heads, queries=(queries,) * 3)
+    others: tuple[dict[str, Any], ...] = (
+        {},
+        {"window_size": (4, 0), "sinks": torch.zeros(heads[0])},
+        {"num_splits": 2},
+    )
+    for given in others:
+        plain, capped = (
+            explain_kvcache(**case.build(dtype, FP8, softcap=cap, **given), device_capability=HOPPER)
+            for cap in (0.0, 50.0)
+        )
+        assert capped.path == "decode" and isinstance(capped.config, DecodeConfig)
+        assert capped.config.tile_m == max(tile_m, 32 if dtype == torch.float16 else 0)
+        assert capped.config.name.endswith("_softcap_sinks" if "sinks" in given else "_softcap")
+        if plain.path == "decode":
+            assert isinstance(plain.config, DecodeConfig)
+            assert capped.config == replace(plain.config, softcap=True)
 
 
 def test_explain_reads_no_tensor() -> None:

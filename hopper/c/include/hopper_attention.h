@@ -263,7 +263,7 @@ typedef struct ha_decode_params {
   int64_t window_left;  /* as in ha_forward_params; the last query stands at the last key */
   int64_t window_right;
   int64_t attention_chunk;
-  ha_scores scores;     /* no slopes, and with a cache of e4m3 no softcap */
+  ha_scores scores;     /* no slopes */
   const int32_t *cache_leftpad; /* (batch,) rows of the cache before the first key, which cache_seqlens counts; where a
                                    sequence has one page; NULL: none */
 } ha_decode_params;

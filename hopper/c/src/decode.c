@@ -69,10 +69,6 @@ static ha_status check_features(const ha_decode_params *p) {
     return ha_fail(HA_ERROR_NOT_SUPPORTED,
                    "scores.alibi_slopes is given, which decode kernels do not have; use ha_paged");
   }
-  if (p->scores.softcap != 0 && is_e4m3(p)) {
-    return ha_fail(HA_ERROR_NOT_SUPPORTED,
-                   "scores.softcap is %g, allowed with a cache of e4m3: 0; use a cache of 16 bits", p->scores.softcap);
-  }
   if (p->cache_leftpad && p->page_table && p->pages_of_sequence > 1) {
     return ha_fail(HA_ERROR_NOT_SUPPORTED,
                    "cache_leftpad is given with %" PRId64 " pages a sequence, allowed: 1; leave out pages instead",
