@@ -74,6 +74,43 @@ def test_decoding(
     kind: str,
 ) -> None:
     """The last has queries that the kernel does not take; before it, rows of several tiles."""
+    check_decoding(dims, heads, queries, of_queries, page_size, mask, kind)
+
+
+@pytest.mark.parametrize("kind", [BY_TOKEN, BY_PAGE])
+@pytest.mark.parametrize(
+    ("dims", "heads", "queries", "of_queries", "page_size", "mask"),
+    [
+        ((128, 128), (8, 2), 1, torch.bfloat16, 64, "causal"),
+        ((64, 64), (8, 1), 1, FP8, 16, "window"),
+        ((256, 256), (8, 2), 3, torch.bfloat16, 64, "causal"),
+        ((128, 128), (8, 1), 7, torch.bfloat16, 32, "window"),
+    ],
+    ids=str,
+)
+def test_a_softcap(
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    queries: int,
+    of_queries: torch.dtype,
+    page_size: int,
+    mask: str,
+    kind: str,
+) -> None:
+    """Scales of keys count before it. The last has rows of several tiles."""
+    check_decoding(dims, heads, queries, of_queries, page_size, mask, kind, softcap=2.0)
+
+
+def check_decoding(
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    queries: int,
+    of_queries: torch.dtype,
+    page_size: int,
+    mask: str,
+    kind: str,
+    softcap: float = 0.0,
+) -> None:
     keys = draw_keys((1000, 0, 77, 4097, 128), page_size, heads[1], dims)
     tensors, scales = draw_scales(keys, kind)
     torch.manual_seed(1)
@@ -82,14 +119,14 @@ def test_decoding(
     sides = (100, 0) if mask == "window" else (-1, -1)
     given: dict[str, Any] = {"causal": True, "window_size": sides, "return_softmax_lse": True}
     given |= {"cache_seqlens": keys.lengths, "page_table": keys.table}
-    given |= {"k_descale": tensors[0], "v_descale": tensors[1]}
+    given |= {"k_descale": tensors[0], "v_descale": tensors[1], "softcap": softcap}
     is_served = dtype == torch.bfloat16
     assert explain_kvcache(q, keys.k, keys.v, **given).path == ("decode" if is_served else "copied")
     out, lse = flash_attn_with_kvcache(q, keys.k, keys.v, **given)
     for _ in range(4):
         again, lse_again = flash_attn_with_kvcache(q, keys.k, keys.v, **given)
         assert torch.equal(again, out) and torch.equal(lse_again, lse)
-    of_mask = {"causal": True, "softmax_scale": dims[0] ** -0.5}
+    of_mask = {"causal": True, "softmax_scale": dims[0] ** -0.5, "softcap": softcap}
     of_mask |= {"window_left": 100 if mask == "window" else UNLIMITED}
     for number, rows in enumerate(keys.rows):
         k, v = (x.double() * of[number][..., None].double() for x, of in zip(rows, scales, strict=True))
@@ -104,7 +141,9 @@ def test_decoding(
         seen = exact_lse[0] > -math.inf
         assert bool((lse[number][~seen] == -math.inf).all()) and bool((out[number][~seen.T] == 0).all())
         error = (lse[number].double() - exact_lse[0])[seen].abs()
-        assert bool((error <= (1e-3 if is_served else 2e-2) + 2e-4 * exact_lse[0][seen].abs()).all()), number
+        # The tanh of a softcap has a relative error of 2^-11 in bfloat16.
+        least = softcap * 2.0**-11 + (1e-3 if is_served else 2e-2)
+        assert bool((error <= least + 2e-4 * exact_lse[0][seen].abs()).all()), number
 
 
 WIDE = CacheCase(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import flash_attn_with_kvcache
+from hopper.decode.config import DecodeConfig
+from hopper_attention import explain_kvcache, flash_attn_with_kvcache
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.reference import attention_naive, attention_standard
 
@@ -139,6 +140,85 @@ def test_the_lse_of_peaky_scores(
         _, exact = attention_naive(q[number].double()[None], k[None], v[None], **of_row)
         error = (lse[number].double() - exact[0]).abs()
         assert bool((error <= 1e-4 * exact[0].abs().div(64).clamp(min=1.0)).all()), number
+
+
+CAP, SPREAD = 4.0, 6.0
+"""Of scores: what a softcap keeps them below, and their standard deviation without descales."""
+
+
+@pytest.mark.parametrize("of_queries", [torch.bfloat16, torch.float16, FP8], ids=str)
+@pytest.mark.parametrize(
+    ("dims", "heads", "queries", "tile_m"),
+    [
+        ((128, 128), (8, 2), 1, 4),
+        ((64, 64), (2, 2), 3, 4),
+        ((256, 256), (4, 1), 1, 4),
+        ((128, 128), (8, 1), 1, 8),
+        ((256, 256), (16, 2), 1, 8),
+        ((64, 64), (16, 1), 1, 16),
+        ((128, 128), (8, 2), 3, 16),
+        ((256, 256), (8, 2), 3, 16),
+        ((128, 128), (32, 1), 1, 32),
+        ((64, 64), (8, 1), 3, 32),
+        ((128, 128), (16, 1), 4, 64),
+        ((64, 64), (10, 1), 5, 64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("more", ["plain", "window", "sinks", "window and sinks"])
+def test_a_softcap(
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    queries: int,
+    tile_m: int,
+    more: str,
+    of_queries: torch.dtype,
+) -> None:
+    """Scores on both sides of where the tanh bends; the LSE is that of capped ones."""
+    if of_queries == torch.float16 and max(dims) > 192:
+        pytest.skip("no kernel has wide heads of float16 and e4m3")
+    keys = draw_keys((1000, 0, 77, 4097, 128), 64, heads[1], dims)
+    torch.manual_seed(1)
+    q = torch.randn(5, queries, heads[0], dims[0], device="cuda").to(of_queries)
+    dtype = torch.bfloat16 if of_queries == FP8 else of_queries
+    # Keys are drawn from twice N(0, 1).
+    scale = SPREAD / 2.0 * dims[0] ** -0.5
+    given: dict[str, Any] = {"cache_seqlens": keys.lengths, "page_table": keys.table, "causal": True}
+    given |= {
+        "k_descale": keys.factors[0],
+        "v_descale": keys.factors[1],
+        "softcap": CAP,
+        "softmax_scale": scale,
+    }
+    of_mask: dict[str, Any] = {"causal": True, "softmax_scale": scale, "softcap": CAP}
+    if "window" in more:
+        given["window_size"], of_mask["window_left"] = (100, 0), 100
+    if "sinks" in more:
+        given["sinks"] = of_mask["sinks"] = torch.randn(heads[0], device="cuda") + 4.0
+    of_q = torch.ones(5, heads[1], device="cuda")
+    if of_queries == FP8:
+        of_q = given["q_descale"] = torch.rand(5, heads[1], device="cuda") + 0.5
+    plan = explain_kvcache(q, keys.k, keys.v, **given)
+    assert plan.path == "decode" and isinstance(plan.config, DecodeConfig) and plan.config.softcap
+    assert plan.config.tile_m == max(tile_m, 32 if dtype == torch.float16 else 0)
+    out, lse = flash_attn_with_kvcache(q, keys.k, keys.v, **given, return_softmax_lse=True)
+    again, lse_again = flash_attn_with_kvcache(q, keys.k, keys.v, **given, return_softmax_lse=True)
+    assert torch.equal(again, out) and torch.equal(lse_again, lse)
+    for number, rows in enumerate(keys.rows):
+        scaled = q[number].double() * of_q[number].repeat_interleave(heads[0] // heads[1])[None, :, None]
+        k, v = (x.double() * of[number][:, None].double() for x, of in zip(rows, keys.factors, strict=True))
+        exact, exact_lse = attention_naive(scaled[None], k[None], v[None], **of_mask)
+        rounded = [x.to(dtype)[None] for x in (scaled, k, v)]
+        plain = attention_standard(*rounded, **of_mask)
+        of_rounded, _ = attention_naive(*(x.double() for x in rounded), **of_mask)
+        allowed = 2 * (plain.double() - of_rounded).abs().max() + torch.finfo(dtype).eps * exact.abs().max()
+        assert (out[number].double() - exact[0]).abs().max() <= allowed, number
+        seen = exact_lse[0] > -math.inf
+        assert bool((lse[number][~seen] == -math.inf).all())
+        # In bfloat16 the tanh has a relative error of 2^-11.
+        of_tanh = CAP * 2.0**-11 if dtype == torch.bfloat16 else 0.0
+        error = (lse[number].double() - exact_lse[0])[seen].abs()
+        assert bool((error <= of_tanh + 1e-3).all()), number
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan], ids=str)
