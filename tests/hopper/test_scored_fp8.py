@@ -1,5 +1,5 @@
-"""FP8 kernels that cap scores or have sinks: what no kernel is built from, what is compiled, and what comes of it without
-a GPU, against float64."""
+"""FP8 kernels that cap scores or have sinks: what no kernel is built from, what is compiled, and what comes of it
+without a GPU, against float64."""
 
 from __future__ import annotations
 
@@ -158,9 +158,7 @@ def test_what_changes_nothing_gives_the_bits_of_others() -> None:
     parts, config = draw(case), case.config()
     found = fp8_forward_on_numpy(config, parts, 0.125, LATE, rules=case.rules)
     plain = fp8_forward_on_numpy(replace(config, sinks=False), parts, 0.125, LATE)
-    other = fp8_forward_on_numpy(
-        replace(config, softmax=Softmax.EXACT), parts, 0.125, LATE, rules=case.rules
-    )
+    other = fp8_forward_on_numpy(replace(config, softmax=Softmax.EXACT), parts, 0.125, LATE, rules=case.rules)
     for one in (plain, other):
         assert torch.equal(one[0], found[0]) and torch.allclose(one[1], found[1], rtol=1e-6, atol=0.0)
 
@@ -377,7 +375,9 @@ def test_what_refuses_changed_scores(name: str, kind: str) -> None:
     assert config.softmax.value == kind if is_stale else config.two_level
     assert config.wide_codes == (kind == "wide codes")
     validate_forward_config(config)
-    with pytest.raises(ValueError, match=rf"{name} is True, allowed .* where a block does not take its maximum"):
+    with pytest.raises(
+        ValueError, match=rf"{name} is True, allowed .* where a block does not take its maximum"
+    ):
         validate_forward_config(replace(config, **{name: True}))
 
 
@@ -424,12 +424,19 @@ def compiled() -> dict[str, list[Fp8ForwardConfig]]:
     """What ships on dense tensors; a few of packed ones, with all at once; and of several heads a tile."""
     of_packed = [
         select_fp8_scored_config((head_dim, head_dim), causal, "bfloat16", v_rows, EVERYTHING, VARLEN)
-        for head_dim, causal, v_rows in ((64, False, False), (128, True, True), (256, True, False), (256, False, True))
+        for head_dim, causal, v_rows in (
+            (64, False, False),
+            (128, True, True),
+            (256, True, False),
+            (256, False, True),
+        )
     ]
     chunks = replace(EVERYTHING, chunk=True)
     of_packed += [select_fp8_scored_config((256, 256), False, "bfloat16", False, chunks, VARLEN)]
     of_heads = [
-        few_config(Case(head_dim, True, causal, sides=sides, softcap=softcap, sinks=sinks), group, rows, split=split)
+        few_config(
+            Case(head_dim, True, causal, sides=sides, softcap=softcap, sinks=sinks), group, rows, split=split
+        )
         for head_dim, causal, sides, softcap, sinks, group, rows, split in (
             (64, True, WINDOW, 15.0, ORDINARY, 5, 192, False),
             (128, False, (), 0.0, ORDINARY, 8, 64, False),
