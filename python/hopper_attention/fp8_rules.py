@@ -10,10 +10,10 @@ import torch
 
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, VARLEN
 from hopper.config import check_problem_size
+from hopper.forward.fp8.capped_tilings import select_fp8_capped_config
 from hopper.forward.fp8.changes import Changes
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.few_tilings import select_fp8_few_blocks_config
-from hopper.forward.fp8.scored_tilings import select_fp8_scored_config
 from hopper.forward.fp8.tilings import (
     are_few_tiles,
     select_fp8_few_queries_config,
@@ -101,7 +101,7 @@ class Fp8Problem(NamedTuple):
         queries = queries_that_count(seqlen_q * group, seqlen_q, seqlen_k, self.causal)
         rows = queries_that_count(seqlen_q, seqlen_q, seqlen_k, self.causal)
         lone_scales = self.v_rows and self.block_q == self.block_k == ONE_BLOCK
-        is_plain = self.window == FULL_SIDES and self.scores == PLAIN
+        is_plain = self.window == FULL_SIDES and not self.scores.has_softcap
         half = self.without_lse and not self.two_level and is_plain
         transposes = lone_scales and not self.exact_lse
         transposes = transposes and transposes_v(head_dim, head_dim_v, self.causal, queries, half, group)
@@ -175,7 +175,7 @@ def packed_problem(
     head_dims, group = (head_dim, head_dim_v), heads // max(kv_heads, 1)
     longest_q, longest_k = classes_of_lengths(*lengths)
     queries = queries_that_count(longest_q * group, longest_q, longest_k, mask.causal)
-    half = without_lse and not mask.has_window and scores == PLAIN
+    half = without_lse and not mask.has_window and not scores.has_softcap
     transposes = not exact_lse and transposes_v(*head_dims, mask.causal, queries, half, group)
     known = KeysOfPacked.of((total_q, heads), lengths, mask, without_lse)
     return Fp8AttentionProblem(
@@ -376,13 +376,14 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
         sizes = p.head_dim, p.head_dim_v, p.causal, DTYPE_NAMES[p.out_dtype]
         of_rows = p.group, p.tile_rows, p.split_rows > 0, layout, p.page_rows or END_TO_END
         return select_fp8_few_queries_config(*sizes, *of_rows, changes)
-    if changes.are_of_scores:
+    if p.scores.has_softcap:
         dims, output = (p.head_dim, p.head_dim_v), DTYPE_NAMES[p.out_dtype]
-        return select_fp8_scored_config(dims, p.causal, output, p.transposes, changes, layout)
+        return select_fp8_capped_config(dims, p.causal, output, p.transposes, changes, layout)
     flags = p.transposes, p.two_level, p.half_scores, p.has_window
     options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse, p.few_tiles
     dtype = DTYPE_NAMES[p.out_dtype]
     config = select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
+    config = replace(config, sinks=p.scores.has_sinks)
     if p.lone_scales and config.takes_lone_scales:
         return with_lone_scales(config)
     return with_runs(config, p.longest_k)

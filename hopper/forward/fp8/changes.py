@@ -16,10 +16,6 @@ class Changes:
     softcap: bool = False
     sinks: bool = False
 
-    @property
-    def are_of_scores(self) -> bool:
-        return self.softcap or self.sinks
-
     def of(self, config: Fp8ForwardConfig) -> Fp8ForwardConfig:
         """``config`` with these."""
         return replace(config, window=self.window, chunk=self.chunk, softcap=self.softcap, sinks=self.sinks)

@@ -329,11 +329,13 @@ class Fp8ForwardConfig(ForwardConfig):
         for name in SCORE_FEATURES:
             if getattr(self, name) and name not in FP8_SCORE_FEATURES:
                 raise ValueError(f"{name} is True, allowed for {FP8_DTYPE}: False")
-            if getattr(self, name) and not self.takes_maxima:
-                raise ValueError(
-                    f"{name} is True, allowed for {FP8_DTYPE} where a block does not take its maximum, or P V is no "
-                    "single sum: False"
-                )
+        if self.softcap and not self.takes_maxima:
+            raise ValueError(
+                f"softcap is True, allowed for {FP8_DTYPE} where a block does not take its maximum, or P V is no "
+                "single sum: False"
+            )
+        if self.sinks and (self.two_level or self.wide_codes):
+            raise ValueError("sinks is True, allowed with two_level and wide_codes: False")
         if self.functions:
             raise ValueError(f"functions is {self.functions.name!r}, allowed for {FP8_DTYPE}: none")
         if self.tile_n % FP8_KEYS_PER_STEP:

@@ -166,10 +166,15 @@ class ExactSoftmax(OnlineSoftmax):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
             # A negative scale of Q has turned maxima into minima.
             total = total if self.tile_scale[r] >= Float32(0.0) else Float32.nan
-            is_empty = total == Float32(0.0)
-            inverse_sum[r] = Float32(0.0) if is_empty else cute.arch.rcp_approx(total) * factor
-            log2_sum = self.shift[r] + cute.math.log2(total, fastmath=True) - Float32(P_EXPONENT)
-            lse[r] = -Float32.inf if is_empty else log2_sum * Float32(LN_2)
+            inverse_sum[r], lse[r] = self._of_row(r, total, factor)
+
+    @cute.jit
+    def _of_row(self, r: cutlass.Constexpr[int], total: Float32, factor: Float32) -> tuple[Float32, Float32]:
+        """What row ``r`` of O is multiplied by, whose P add up to ``total``, and its LSE."""
+        is_empty = total == Float32(0.0)
+        inverse = Float32(0.0) if is_empty else cute.arch.rcp_approx(total) * factor
+        log2_sum = self.shift[r] + cute.math.log2(total, fastmath=True) - Float32(P_EXPONENT)
+        return inverse, -Float32.inf if is_empty else log2_sum * Float32(LN_2)
 
     def _factor(self, head_kv: Int32, batch: Int32) -> Float32:
         """Of the output, before it is divided by the sums of its rows."""

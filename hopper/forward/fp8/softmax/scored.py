@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.fast_math import exp2, tanh_approx
-from cute_kernels.fragments import LANES_PER_ROW, ROWS_PER_THREAD, as_rows
+from cute_kernels.fragments import ROWS_PER_THREAD, as_rows
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.softmax import LN_2
@@ -84,20 +84,16 @@ class WithRowSinks(ExactSoftmax):
             self.sink_log2[r] = self.sinks[own] * Float32(math.log2(math.e))
 
     @cute.jit
-    def finalize(self, inverse_sum: cute.Tensor, lse: cute.Tensor, head_kv: Int32, batch: Int32):
+    def _of_row(self, r: cutlass.Constexpr[int], total: Float32, factor: Float32) -> tuple[Float32, Float32]:
         """From the larger of a row's maximum and the sink, so that neither exponential overflows."""
-        factor = self._factor(head_kv, batch)
-        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
-            total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=LANES_PER_ROW)
-            total = total if self.tile_scale[r] >= Float32(0.0) else Float32.nan
-            greater = cute.arch.fmax(self.shift[r], self.sink_log2[r])
-            shrink = exp2(self.shift[r] - greater)
-            whole = total * shrink + exp2(self.sink_log2[r] - greater + Float32(P_EXPONENT))
-            # A sink of -inf leaves a row without keys empty.
-            is_empty = whole == Float32(0.0)
-            inverse_sum[r] = Float32(0.0) if is_empty else shrink * cute.arch.rcp_approx(whole) * factor
-            log2_sum = greater + cute.math.log2(whole, fastmath=True) - Float32(P_EXPONENT)
-            lse[r] = -Float32.inf if is_empty else log2_sum * Float32(LN_2)
+        greater = cute.arch.fmax(self.shift[r], self.sink_log2[r])
+        shrink = exp2(self.shift[r] - greater)
+        whole = total * shrink + exp2(self.sink_log2[r] - greater + Float32(P_EXPONENT))
+        # A sink of -inf leaves a row without keys empty.
+        is_empty = whole == Float32(0.0)
+        inverse = Float32(0.0) if is_empty else shrink * cute.arch.rcp_approx(whole) * factor
+        log2_sum = greater + cute.math.log2(whole, fastmath=True) - Float32(P_EXPONENT)
+        return inverse, -Float32.inf if is_empty else log2_sum * Float32(LN_2)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Tiles of FP8 kernels that change scores: each block takes its maximum, however many keys there are."""
+"""Tiles of FP8 kernels with a softcap: each block takes its maximum, however many keys there are."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.native import native_of, native_size, with_used_columns
 from hopper.forward.fp8.tilings import BETWEEN, FEW_KEYS, FEW_ROWS, build, rows, with_lone_scales
 
-SCORED_TILINGS = FEW_KEYS
-"""By head_dim. A stale maximum would be one of scores before the cap, and its sum has no place for a sink."""
+CAPPED_TILINGS = FEW_KEYS
+"""By head_dim. A stale maximum would be one of scores before the cap."""
 
-SCORED_ROW_TILINGS = FEW_ROWS | {256: rows(128, 64, 2)}
+CAPPED_ROW_TILINGS = FEW_ROWS | {256: rows(128, 64, 2)}
 """The same for V in rows."""
 
 
-def select_fp8_scored_config(
+def select_fp8_capped_config(
     head_dims: tuple[int, int], causal: bool, output: str, v_rows: bool, changes: Changes, layout: str = DENSE
 ) -> Fp8ForwardConfig:
-    """The config for e4m3 tensors with a descale for each head, whose scores ``changes`` change. ``head_dims`` are
-    those of Q and V; ``v_rows`` is that of ``select_fp8_forward_config``.
+    """The config for e4m3 tensors with a descale for each head, where ``changes`` have a softcap. ``head_dims``
+    are those of Q and V; ``v_rows`` is that of ``select_fp8_forward_config``.
 
     Raises:
         ValueError: a head dimension is too large.
@@ -34,20 +34,18 @@ def select_fp8_scored_config(
     native = native_of(*head_dims, False)
     if native == BETWEEN and v_rows:
         native = native_size(MAX_HEAD_DIM)
-    tiling = (SCORED_ROW_TILINGS if v_rows else SCORED_TILINGS)[native.tiles]
+    tiling = (CAPPED_ROW_TILINGS if v_rows else CAPPED_TILINGS)[native.tiles]
     built = replace(with_lone_scales(build(tiling, native, causal, output)), layout=layout)
     config = with_used_columns(changes.of(built), *head_dims)
     validate_forward_config(config)
     return config
 
 
-def shipped_fp8_scored_configs() -> tuple[Fp8ForwardConfig, ...]:
-    """One for each head_dim, mask, way of V and change of scores, of dense tensors without a window."""
-    kinds = Changes(softcap=True), Changes(sinks=True)
+def shipped_fp8_capped_configs() -> tuple[Fp8ForwardConfig, ...]:
+    """One for each head_dim, mask and way of V, of dense tensors without a window."""
     return tuple(
-        select_fp8_scored_config((head_dim, head_dim), causal, "bfloat16", v_rows, changes)
-        for head_dim in SCORED_TILINGS
+        select_fp8_capped_config((head_dim, head_dim), causal, "bfloat16", v_rows, Changes(softcap=True))
+        for head_dim in CAPPED_TILINGS
         for causal in (False, True)
         for v_rows in (False, True)
-        for changes in kinds
     )
