@@ -45,8 +45,8 @@ HEAD_DIM_STEP = 16
 NO_SPEED_UP = "the kernels without WGMMA take FP8 dequantized to 16 bits, which gives no speed-up"
 
 NO_KERNEL_WITH_SCORES = (
-    "no FP8 kernel has alibi_slopes, nor a softcap or sinks with an exact LSE, two levels or functions: q, k and v are "
-    "dequantized to bfloat16, and the call has the speed of 16 bits"
+    "no FP8 kernel has alibi_slopes, nor a softcap or sinks with an exact LSE, two levels or a head_dim that is no "
+    "multiple of 16 up to 256: q, k and v are dequantized to bfloat16, and the call has the speed of 16 bits"
 )
 
 NOTE_ON_EXACT_LSE = (

@@ -200,7 +200,7 @@ PACKED_CASES = {
     "both and a window": Case(128, sides=WINDOW, softcap=15.0, sinks=ORDINARY),
     "both and a window, V in rows": Case(128, True, True, sides=CAUSAL_WINDOW, softcap=30.0, sinks=ORDINARY),
     "both and a chunk": Case(64, sides=CHUNK, softcap=15.0, sinks=ORDINARY, peak=6.0),
-    "d256": Case(256, softcap=30.0, sinks=ORDINARY, heads=(2, 1)),
+    "d256": Case(256, causal=True, softcap=30.0, sinks=ORDINARY, heads=(2, 1)),
     "d256 and a causal window": Case(256, True, True, (0, 0), (2, 1), (40, NO_LIMIT), 15.0, ORDINARY),
 }
 

@@ -1,4 +1,5 @@
-"""Softcap, slopes and sinks of e4m3 tensors, which 16 bits compute: numbers, what kernels are given, who is told."""
+"""Softcap, slopes and sinks of e4m3 tensors where 16 bits compute: numbers, what kernels are given, who is told. What
+FP8 kernels compute is in ``test_scored_fp8_launch``; here V has 24 columns, which none of them takes."""
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ from hopper_attention import (
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    ops,
+    varlen_ops,
 )
 from hopper_attention.backends import Target
 from hopper_attention.launch import dequantized, forward, varlen
@@ -42,9 +45,9 @@ MASKS = ((False, (-1, -1)), (True, (-1, -1)), (False, (5, 2)))
 SCORES = pytest.mark.parametrize("name", COMBINATIONS)
 CASE = Case((8, 70, 3, 5, 0), (16, 40, 99, 0, 4), used_k=(11, 33, 64, 0, 2), behind=7, head_dims=(32, 16))
 NOTICE = (
-    "FP8 attention in 16 bits: {} and q has dtype float8_e4m3fn; no FP8 kernel has softcap, alibi_slopes or sinks: "
-    "q, k and v are dequantized to bfloat16, and the call has the speed of 16 bits; 16-bit inputs do not need the "
-    "detour"
+    "FP8 attention in 16 bits: {} and q has dtype float8_e4m3fn; no FP8 kernel has alibi_slopes, nor a softcap or "
+    "sinks with an exact LSE, two levels or a head_dim that is no multiple of 16 up to 256: q, k and v are dequantized "
+    "to bfloat16, and the call has the speed of 16 bits; 16-bit inputs do not need the detour"
 )
 
 
@@ -288,7 +291,7 @@ class FakeGpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     fake = FakeGpu()
-    pretend(monkeypatch, dequantized, forward, varlen, target=lambda: fake.target)
+    pretend(monkeypatch, dequantized, forward, varlen, ops, varlen_ops, target=lambda: fake.target)
     monkeypatch.setattr(compile_cache, "get_forward", fake.get)
     yield fake
     forget_launchers()
@@ -348,7 +351,7 @@ def test_explain(function: Callable[..., Any]) -> None:
     assert asked.reason.startswith("asked for with backend='ampere'; ") and asked.notes == same.notes
     here = function(*tensors, **scores)
     assert here.backend == "torch" and here.config.name == "torch_sdpa"
-    assert here.reason.startswith("cpu is not an NVIDIA GPU; no FP8 kernel has softcap")
+    assert here.reason.startswith("cpu is not an NVIDIA GPU; no FP8 kernel has alibi_slopes, nor")
     assert here.copies == plan.copies and here.notes == same.notes
 
 

@@ -9,10 +9,13 @@ from hopper.config import validate_forward_config
 from hopper.forward.fp8.changes import Changes
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.native import native_of, native_size, with_used_columns
-from hopper.forward.fp8.tilings import BETWEEN, FEW_KEYS, FEW_ROWS, build, rows, with_lone_scales
+from hopper.forward.fp8.tilings import BETWEEN, FEW_KEYS, FEW_ROWS, build, eager, rows, with_lone_scales
 
 CAPPED_TILINGS = FEW_KEYS
 """By head_dim. A stale maximum would be one of scores before the cap."""
+
+CAUSAL_TILINGS = CAPPED_TILINGS | {256: eager(128, 96, 2, polynomial_pairs=1)}
+"""The same under a causal mask or with chunks, which leave no registers for 128 keys."""
 
 CAPPED_ROW_TILINGS = FEW_ROWS | {256: rows(128, 64, 2)}
 """The same for V in rows."""
@@ -34,8 +37,9 @@ def select_fp8_capped_config(
     native = native_of(*head_dims, False)
     if native == BETWEEN and v_rows:
         native = native_size(MAX_HEAD_DIM)
-    tiling = (CAPPED_ROW_TILINGS if v_rows else CAPPED_TILINGS)[native.tiles]
-    built = replace(with_lone_scales(build(tiling, native, causal, output)), layout=layout)
+    is_short = causal or changes.chunk
+    tilings = CAPPED_ROW_TILINGS if v_rows else CAUSAL_TILINGS if is_short else CAPPED_TILINGS
+    built = replace(with_lone_scales(build(tilings[native.tiles], native, causal, output)), layout=layout)
     config = with_used_columns(changes.of(built), *head_dims)
     validate_forward_config(config)
     return config
