@@ -136,7 +136,7 @@ def _tiles_of(call: CacheCall) -> FewQueries:
     shape = call.shape
     # A single query is the last, and sees all keys under a causal mask.
     call = replace(call, mask=NO_MASK) if shape.seqlen_q == 1 and not call.mask.has_window else call
-    seen = keys_that_count(call)
+    seen = keys_that_count(shape, call.mask)
     packed, keys = replace(shape, is_packed_q=True, seqlen_k=seen), float(seen)
     is_decoded = not why_not_on_hopper(call)
     if shape.dtype == FP8_DTYPE:

@@ -29,12 +29,19 @@ from hopper_attention.few_e4m3_times import (
     native_size,
     worthwhile_parts,
 )
-from hopper_attention.few_queries import NOT_FEW, FewQueries, contiguous_spec, has_e4m3_tiles, longest_alike
+from hopper_attention.few_queries import (
+    NOT_FEW,
+    FewQueries,
+    contiguous_spec,
+    has_e4m3_tiles,
+    keys_that_count,
+    longest_alike,
+)
 from hopper_attention.few_queries_times import COLUMNS, MOST_SEQUENCES
 from hopper_attention.fp8_rules import Fp8Problem, select_for
 from hopper_attention.kvcache_checks import NAMES, CacheShape, read_shape
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS
-from hopper_attention.masks import FULL_SIDES
+from hopper_attention.masks import MaskSpec
 from hopper_attention.packing_rules import MOST_QUERIES, MULTIPROCESSORS
 from hopper_attention.problem import Fp8AttentionProblem
 
@@ -67,7 +74,7 @@ def find_few(problem: Fp8Problem) -> FewQueries:
     seqlen_q, seqlen_k = p.q_shape[1], p.k_shape[1]
     if not may_serve(p.q_shape) or not 0 < seqlen_k <= MAX_SEQLEN or 0 in (*p.q_shape, *p.v_shape):
         return NOT_FEW
-    if p.v_rows or p.two_level or p.exact_lse or p.window != FULL_SIDES:
+    if p.v_rows or p.two_level or p.exact_lse:
         return NOT_FEW
     if p.block_k != p.block_v or not 1 <= seqlen_q <= MOST_QUERIES:
         return NOT_FEW
@@ -108,7 +115,7 @@ def _find_few(problem: Fp8Problem, kind: Fp8AttentionProblem) -> FewQueries:
     shape = _shape_of(problem)
     if not has_e4m3_tiles(shape):
         return NOT_FEW
-    keys, whole = problem.k_shape[1], shape.heads // shape.kv_heads
+    keys, whole = shape.seqlen_k, shape.heads // shape.kv_heads
     found = [(usual_cost(shape, kind) / MARGIN, NOT_FEW)]
     size = native_size(shape)
     for group in {1, whole} if whole in GROUPS else (1,):
@@ -160,7 +167,10 @@ def _ctas(tiling: Tiling) -> int:
 
 
 def _shape_of(problem: Fp8Problem) -> CacheShape:
+    """With as many keys as a tile visits."""
     device, specs = torch.device("cuda"), dict.fromkeys(NAMES)
     shapes = {"q": problem.q_shape, "k_cache": problem.k_shape, "v_cache": problem.v_shape}
     given = specs | {name: contiguous_spec(x, FP8_DTYPE, device) for name, x in shapes.items()}
-    return read_shape(tuple(given.values()), problem.q_shape[1], -1)
+    shape = read_shape(tuple(given.values()), problem.q_shape[1], -1)
+    mask = MaskSpec(problem.causal, *problem.window)
+    return replace(shape, seqlen_k=keys_that_count(shape, mask))

@@ -202,15 +202,14 @@ def has_e4m3_tiles(shape: CacheShape) -> bool:
     return max(sizes) <= MAX_HEAD_DIM and not any(size % HEAD_DIM_STEP for size in sizes)
 
 
-def keys_that_count(call: CacheCall) -> int:
+def keys_that_count(shape: CacheShape, mask: MaskSpec) -> int:
     """Keys that a tile visits, at most: those that its queries see."""
-    shape = call.shape
-    return min(shape.seqlen_k, call.mask.most_keys(shape.seqlen_k) + min(shape.seqlen_q, FORWARD_ROWS))
+    return min(shape.seqlen_k, mask.most_keys(shape.seqlen_k) + min(shape.seqlen_q, FORWARD_ROWS))
 
 
 def fastest_in_e4m3(call: CacheCall, mean_k: float) -> FewQueries:
     """``fastest`` of e4m3 tensors with descales."""
-    seen = keys_that_count(call)
+    seen = keys_that_count(call.shape, call.mask)
     shape, mean_k = replace(call.shape, seqlen_k=seen), min(mean_k, float(seen))
     found = [(usual_cost(shape, mean_k), NOT_FEW), *tiles_in_e4m3(shape, mean_k)]
     if not why_not_on_hopper(call) and select_decode(call).is_swapped:

@@ -371,7 +371,7 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
     if p.tile_rows and not p.v_rows:
         of_tile = p.group, p.tile_rows, p.split_rows > 0, p.block_k, layout
         dims, output = (p.head_dim, p.head_dim_v), DTYPE_NAMES[p.out_dtype]
-        return select_fp8_few_blocks_config(dims, p.causal, output, *of_tile)
+        return select_fp8_few_blocks_config(dims, p.causal, output, *of_tile, changes)
     if p.tile_rows:
         sizes = p.head_dim, p.head_dim_v, p.causal, DTYPE_NAMES[p.out_dtype]
         of_rows = p.group, p.tile_rows, p.split_rows > 0, layout, p.page_rows or END_TO_END

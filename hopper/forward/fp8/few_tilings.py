@@ -7,6 +7,7 @@ from functools import partial
 
 from cute_kernels.problem import DENSE
 from hopper.config import WARPGROUP_ROWS, Registers, validate_forward_config
+from hopper.forward.fp8.changes import NO_CHANGES, Changes
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.native import native_size, with_used_columns
 from hopper.forward.fp8.tilings import build, eager
@@ -64,9 +65,10 @@ def select_fp8_few_blocks_config(
     split: bool,
     block_k: int,
     layout: str = DENSE,
+    changes: Changes = NO_CHANGES,
 ) -> Fp8ForwardConfig:
     """The config for few queries, of ``group`` heads in the ``tile_rows`` rows of a tile, V transposed and scales of
-    blocks of ``block_k`` keys, 0 for all. ``head_dims`` are those of Q and V. With ``split`` several CTAs visit parts
+    blocks of ``block_k`` keys, 0 for all. ``head_dims`` are those of Q and V, ``changes`` what is masked. With ``split`` several CTAs visit parts
     of a tile's keys.
 
     Raises:
@@ -80,6 +82,6 @@ def select_fp8_few_blocks_config(
         )
     of_tile = {"group": group, "split": split, "layout": layout}
     tiling = replace(tiling, fields=(*tiling.fields, *of_tile.items()))
-    config = with_used_columns(build(tiling, native, causal, output), *head_dims)
+    config = with_used_columns(changes.of(build(tiling, native, causal, output)), *head_dims)
     validate_forward_config(config)
     return config
