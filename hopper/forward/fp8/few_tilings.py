@@ -68,7 +68,8 @@ def select_fp8_few_blocks_config(
     changes: Changes = NO_CHANGES,
 ) -> Fp8ForwardConfig:
     """The config for few queries, of ``group`` heads in the ``tile_rows`` rows of a tile, V transposed and scales of
-    blocks of ``block_k`` keys, 0 for all. ``head_dims`` are those of Q and V, ``changes`` what is masked. With ``split`` several CTAs visit parts
+    blocks of ``block_k`` keys, 0 for all. ``head_dims`` are those of Q and V, ``changes``
+    what is masked. With ``split`` several CTAs visit parts
     of a tile's keys.
 
     Raises:
