@@ -61,6 +61,9 @@ NO_FP8_IN_TORCH = (
 NO_DETOUR = "16-bit inputs do not need the detour"
 
 
+WIDE_ROWS = 128
+"""Columns beyond which few products fit beside O."""
+
 REMEMBERED_LENGTHS = 4096
 """Bounds of lengths whose classes are kept."""
 
@@ -98,20 +101,24 @@ class Fp8Problem(NamedTuple):
         (batch, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = self.q_shape, self.k_shape
         head_dim_v = self.v_shape[3]
         group = heads // max(kv_heads, 1)
-        queries = queries_that_count(seqlen_q * group, seqlen_q, seqlen_k, self.causal)
+        seen = MaskSpec(self.causal, *self.window).most_keys(seqlen_k)
+        queries = queries_that_count(seqlen_q * group, seqlen_q, seqlen_k, self.causal, seen)
+        values = batch * kv_heads * seqlen_k * head_dim_v, seen
         rows = queries_that_count(seqlen_q, seqlen_q, seqlen_k, self.causal)
         lone_scales = self.v_rows and self.block_q == self.block_k == ONE_BLOCK
         is_plain = self.window == FULL_SIDES and not self.scores.has_softcap
         half = self.without_lse and not self.two_level and is_plain
+        half = half or caps_wide_rows(self.scores, head_dim, head_dim_v)
         transposes = lone_scales and not self.exact_lse
-        transposes = transposes and transposes_v(head_dim, head_dim_v, self.causal, queries, half, group)
+        of_v = self.causal, queries, half, group, values
+        transposes = transposes and transposes_v(head_dim, head_dim_v, *of_v)
         return Fp8AttentionProblem(
             FP8_DTYPE,
             self.out_dtype,
             head_dim,
             head_dim_v,
             self.causal,
-            longest_alike(MaskSpec(self.causal, *self.window).most_keys(seqlen_k)),
+            longest_alike(seen),
             has_window=self.window != FULL_SIDES,
             has_chunk=self.window[2] > 0,
             is_empty=0 in self.q_shape or 0 in self.k_shape,
@@ -129,8 +136,19 @@ class Fp8Problem(NamedTuple):
         )
 
 
-def queries_that_count(queries: int, seqlen_q: int, seqlen_k: int, causal: bool) -> int:
-    """``queries``, of which one that sees half of the keys under a causal mask counts half."""
+def caps_wide_rows(scores: ScoreKind, *head_dims: int) -> bool:
+    """Whether there is a softcap on rows that are so wide that a kernel which transposes V itself is as fast with more
+    queries, as it is where scores are in float16 (``fp8_softcap_tiles.json``)."""
+    return scores.has_softcap and max(head_dims) > WIDE_ROWS
+
+
+def queries_that_count(
+    queries: int, seqlen_q: int, seqlen_k: int, causal: bool, seen: int | None = None
+) -> int:
+    """``queries``, of which one that sees half of the keys under a causal mask counts half, and one that sees so many
+    in a window as much less."""
+    if seen is not None and seen < seqlen_k:
+        return queries * seen // seqlen_k
     return queries - queries * min(seqlen_q, seqlen_k) // max(2 * seqlen_k, 1) if causal else queries
 
 
@@ -174,9 +192,17 @@ def packed_problem(
     (total_q, heads, head_dim), (_, kv_heads, head_dim_v) = q_shape, v_shape
     head_dims, group = (head_dim, head_dim_v), heads // max(kv_heads, 1)
     longest_q, longest_k = classes_of_lengths(*lengths)
+    seen = mask.most_keys(longest_k)
     queries = queries_that_count(longest_q * group, longest_q, longest_k, mask.causal)
+    if seen < longest_k:
+        # Bounds are those of a class, so that queries and keys are taken to be as many.
+        queries = min(queries, seen * group)
+    values = v_shape[0] * kv_heads * head_dim_v, seen
     half = without_lse and not mask.has_window and not scores.has_softcap
-    transposes = not exact_lse and transposes_v(*head_dims, mask.causal, queries, half, group)
+    half_or_capped = half or caps_wide_rows(scores, *head_dims)
+    transposes = not exact_lse and transposes_v(
+        *head_dims, mask.causal, queries, half_or_capped, group, values
+    )
     known = KeysOfPacked.of((total_q, heads), lengths, mask, without_lse)
     return Fp8AttentionProblem(
         FP8_DTYPE,
@@ -378,9 +404,12 @@ def select_for(problem: Fp8AttentionProblem) -> Fp8ForwardConfig:
         return select_fp8_few_queries_config(*sizes, *of_rows, changes)
     if p.scores.has_softcap:
         dims, output = (p.head_dim, p.head_dim_v), DTYPE_NAMES[p.out_dtype]
-        return select_fp8_capped_config(dims, p.causal, output, p.transposes, changes, layout)
+        of_tiles = p.transposes, changes, layout, p.few_tiles
+        return select_fp8_capped_config(dims, p.causal, output, *of_tiles)
     flags = p.transposes, p.two_level, p.half_scores, p.has_window
-    options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse, p.few_tiles
+    # Scores in float16, both sides of a window and sinks leave too few registers at head_dim 256.
+    is_short = changes.sinks and p.has_window and not p.causal and max(p.head_dim, p.head_dim_v) > WIDE_ROWS
+    options = p.block_k, *flags, layout, p.has_chunk, p.exact_lse, p.without_lse and not is_short, p.few_tiles
     dtype = DTYPE_NAMES[p.out_dtype]
     config = select_fp8_forward_config(p.head_dim, p.head_dim_v, p.causal, dtype, p.longest_k, *options)
     config = replace(config, sinks=p.scores.has_sinks)

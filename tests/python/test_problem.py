@@ -14,7 +14,7 @@ from hopper.config import ForwardConfig
 from hopper.forward import tilings as tilings_16_bits
 from hopper.forward.fp8 import tilings as tilings_fp8
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
-from hopper.forward.fp8.tilings import FP8_ROW_QUERIES, select_fp8_forward_config
+from hopper.forward.fp8.tilings import FP8_ROW_QUERIES, select_fp8_forward_config, transposes_v
 from hopper.forward.tilings import ANY_LENGTH, NATIVE_HEAD_DIMS, Tiling, select_forward_config
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import TensorSpec
@@ -130,14 +130,16 @@ def test_an_fp8_problem_says_what_decides_and_no_more() -> None:
 
 
 def test_few_queries_have_their_v_transposed_by_the_kernel() -> None:
-    shapes = (1, 448, 1, 128), (1, 900, 1, 128), (1, 900, 1, 128)
+    shapes = (99_999, 448, 1, 128), (99_999, 900, 1, 128), (99_999, 900, 1, 128)
     rows = Fp8Problem(*shapes, 0, 0, 0, torch.bfloat16, False, v_rows=True)
     assert rows.kind.transposes and select_config(rows).v_rows
-    more = rows._replace(q_shape=(1, 449, 1, 128))
+    more = rows._replace(q_shape=(99_999, 449, 1, 128))
     assert not more.kind.transposes and not select_config(more).v_rows
     # Under a causal mask a query of so many sees three quarters of the keys, or half.
     assert more._replace(causal=True).kind.transposes
-    assert rows._replace(q_shape=(1, 896, 1, 128), k_shape=(1, 896, 1, 128), causal=True).kind.transposes
+    assert rows._replace(
+        q_shape=(99_999, 896, 1, 128), k_shape=(99_999, 896, 1, 128), causal=True
+    ).kind.transposes
     assert not rows._replace(block_k=128, block_v=128).kind.transposes
 
 
@@ -157,12 +159,12 @@ def test_few_queries_have_their_v_transposed_by_the_kernel() -> None:
     ],
 )
 def test_more_queries_have_theirs_where_nobody_gets_the_lse(head_dim, queries, causal, softmax) -> None:
-    shapes = [(99, queries, 1, head_dim)] * 3
+    shapes = [(99_999, queries, 1, head_dim)] * 3
     problem = Fp8Problem(*shapes, 0, 0, 0, torch.bfloat16, causal, v_rows=True, without_lse=True)
     config = select_config(problem)
     assert problem.kind.transposes and config.v_rows and config.softmax is softmax
     assert config.lowers_queries == (softmax is Softmax.HALF_SCORES)
-    more = problem._replace(q_shape=(99, queries + 520, 2, head_dim))
+    more = problem._replace(q_shape=(99_999, queries + 520, 2, head_dim))
     for other in (more, problem._replace(window=(100, -1, 0)), problem._replace(two_level=True)):
         assert not select_config(other).v_rows or select_config(other).softmax is Softmax.EXACT
     narrow = select_config(problem._replace(without_lse=False))
@@ -280,10 +282,40 @@ def test_packed_tensors_with_descales_say_what_decides() -> None:
         windowed.has_window and not windowed.has_chunk and packed(mask=MaskSpec(True, -1, -1, 64)).has_chunk
     )
     assert len({plain, exact, fast, windowed, packed(mask=CAUSAL_MASK), packed(head_dims=(128, 64))}) == 6
-    # Where somebody gets the LSE, lengths say nothing but whether a kernel transposes V.
-    assert fast == packed(without_lse=False, lengths=(100, 9000))
-    few = packed(without_lse=False, lengths=(64, 700))
+    # Where somebody gets the LSE, lengths say nothing but whether a kernel transposes V, of so many values that a
+    # launch counts nothing.
+    fast = packed(10**8, without_lse=False)
+    assert fast == packed(10**8, without_lse=False, lengths=(100, 9000))
+    few = packed(10**8, without_lse=False, lengths=(64, 700))
     assert few == replace(fast, transposes=True) == packed(without_lse=False, lengths=(64, 9000))
+
+
+def test_a_launch_for_few_values_is_worth_more_queries() -> None:
+    """Of 2 x 16 heads over 4 with 749 keys V is 1.2 MB, beside which a launch is worth five times as many queries; of
+    more keys than a kernel that transposes V itself has in the time of a launch it is worth none."""
+    for head_dim, keys, more in ((128, 749, 5000), (64, 1200, 2000), (256, 1000, 3000)):
+        of_head = head_dim, head_dim, False
+        few, many = (2 * 4 * keys * head_dim, keys), (10**9, keys)
+        assert transposes_v(*of_head, more, True, 4, few) and not transposes_v(*of_head, more, True, 4, many)
+        assert not transposes_v(*of_head, 20 * more, True, 4, few)
+        assert not transposes_v(*of_head, more, True, 4, (few[0], 4096))
+        for half in (False, True):
+            most = max(n for n in range(2000) if transposes_v(*of_head, n, half, 4))
+            assert transposes_v(*of_head, most, half, 4, (few[0], 4096))
+
+
+def test_queries_in_a_window_count_as_the_keys_that_they_see() -> None:
+    assert queries_that_count(8000, 2000, 2000, False, 500) == 2000
+    assert (
+        queries_that_count(8000, 2000, 2000, True, 2000) == queries_that_count(8000, 2000, 2000, True) == 4000
+    )
+    for window, is_few in (((127, 0, 0), True), ((4000, 0, 0), False)):
+        shapes = (8, 16384, 8, 64), (8, 16384, 8, 64), (8, 16384, 8, 64)
+        of_window = {"causal": True, "v_rows": True, "window": (window[0], -1, 0), "without_lse": True}
+        problem = Fp8Problem(*shapes, 0, 0, 0, torch.bfloat16, **of_window)
+        assert problem.kind.transposes == is_few
+    assert packed(mask=MaskSpec(True, 127), lengths=(9000, 9000), heads=(2, 2)).transposes
+    assert not packed(mask=MaskSpec(True, 4000), lengths=(9000, 9000), heads=(2, 2)).transposes
 
 
 @pytest.mark.parametrize(

@@ -5,27 +5,51 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM
-from hopper.config import validate_forward_config
+from hopper.config import TWO_CONSUMERS_TRANSPOSING, validate_forward_config
 from hopper.forward.fp8.changes import Changes
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.native import native_of, native_size, with_used_columns
-from hopper.forward.fp8.tilings import BETWEEN, FEW_KEYS, FEW_ROWS, build, eager, rows, with_lone_scales
+from hopper.forward.fp8.tilings import (
+    BETWEEN,
+    FEW_KEYS,
+    FEW_ROWS,
+    build,
+    eager,
+    rows,
+    wide_rows,
+    with_lone_scales,
+)
 
-CAPPED_TILINGS = FEW_KEYS
-"""By head_dim. A stale maximum would be one of scores before the cap."""
+CAPPED_TILINGS = FEW_KEYS | {
+    64: eager(192, 128, 4, polynomial_pairs=3),
+    256: eager(128, 96, 2, polynomial_pairs=3),
+}
+"""By head_dim. A stale maximum would be one of scores before the cap. At head_dim 256 there are no registers for 128
+keys under a causal mask (`fp8_softcap_tiles.json`)."""
 
-CAUSAL_TILINGS = CAPPED_TILINGS | {256: eager(128, 96, 2, polynomial_pairs=1)}
-"""The same under a causal mask or with chunks, which leave no registers for 128 keys."""
+FEW_CAPPED_TILES = {64: FEW_KEYS[64]}
+"""The same where tiles are few (``are_few_tiles``)."""
 
-CAPPED_ROW_TILINGS = FEW_ROWS | {256: rows(128, 64, 2)}
+CAPPED_ROW_TILINGS = FEW_ROWS | {
+    256: wide_rows(eager, 128, 96, 2, registers=TWO_CONSUMERS_TRANSPOSING, polynomial_pairs=2)
+}
 """The same for V in rows."""
+
+PACKED_ROW_TILINGS = CAPPED_ROW_TILINGS | {256: rows(128, 64, 2)}
+"""The same of packed sequences, where O has no way from registers."""
 
 
 def select_fp8_capped_config(
-    head_dims: tuple[int, int], causal: bool, output: str, v_rows: bool, changes: Changes, layout: str = DENSE
+    head_dims: tuple[int, int],
+    causal: bool,
+    output: str,
+    v_rows: bool,
+    changes: Changes,
+    layout: str = DENSE,
+    few_tiles: bool = False,
 ) -> Fp8ForwardConfig:
     """The config for e4m3 tensors with a descale for each head, where ``changes`` have a softcap. ``head_dims``
-    are those of Q and V; ``v_rows`` is that of ``select_fp8_forward_config``.
+    are those of Q and V; ``v_rows`` and ``few_tiles`` are those of ``select_fp8_forward_config``.
 
     Raises:
         ValueError: a head dimension is too large.
@@ -37,8 +61,9 @@ def select_fp8_capped_config(
     native = native_of(*head_dims, False)
     if native == BETWEEN and v_rows:
         native = native_size(MAX_HEAD_DIM)
-    is_short = causal or changes.chunk
-    tilings = CAPPED_ROW_TILINGS if v_rows else CAUSAL_TILINGS if is_short else CAPPED_TILINGS
+    tilings = CAPPED_TILINGS | FEW_CAPPED_TILES if few_tiles else CAPPED_TILINGS
+    if v_rows:
+        tilings = CAPPED_ROW_TILINGS if layout == DENSE else PACKED_ROW_TILINGS
     built = replace(with_lone_scales(build(tilings[native.tiles], native, causal, output)), layout=layout)
     config = with_used_columns(changes.of(built), *head_dims)
     validate_forward_config(config)

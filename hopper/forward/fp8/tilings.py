@@ -345,6 +345,17 @@ FP8_LONE_HALF_ROW_QUERIES = {**FP8_HALF_ROW_QUERIES, (256, True): 1280}
 """The same where no heads share K and V, which a kernel ahead reads and writes for each (`fp8_short_ends.json`)."""
 
 
+LAUNCH_BYTES = 12_000_000
+"""What memory gives while a kernel before starts and ends, in bytes of V that are read and written."""
+
+LAUNCH_KEYS = {64: 1280, 128: 2560, 256: 1536}
+"""By head_dim: of so many keys a tile takes longer by about a launch if V is transposed on its way
+(`fp8_short_drop_in.json`)."""
+
+MANY_VALUES = (1 << 31, 1 << 31)
+"""For which a launch counts nothing."""
+
+
 def are_few_tiles(heads: int, queries: int, causal: bool) -> bool:
     """Whether tiles of ``FEW_KEYS`` are so few that lower ones, which are done sooner, need no more turns of all
     multiprocessors. ``heads`` are those of the whole batch, each with so many ``queries``, of which one that sees half
@@ -363,14 +374,26 @@ def _in_lower_tiles(chosen: Tiling, lower: Tiling | None, block_k: int) -> Tilin
     return lower
 
 
-def transposes_v(head_dim: int, head_dim_v: int, causal: bool, queries: int, half: bool, group: int) -> bool:
+def transposes_v(
+    head_dim: int,
+    head_dim_v: int,
+    causal: bool,
+    queries: float,
+    half: bool,
+    group: int,
+    values: tuple[int, int] = MANY_VALUES,
+) -> bool:
     """Whether the FP8 kernel should transpose a V in rows; ``queries`` are counted as for FP8_ROW_QUERIES, of ``group``
-    heads, and ``half`` says that ``FP8_HALF_ROW_TILINGS`` may serve."""
+    heads, and ``half`` says that ``FP8_HALF_ROW_TILINGS`` may serve. ``values`` are the elements of V, and the keys
+    that a query sees: to transpose few of them before costs a launch, which is worth more queries."""
     size = max(head_dim, head_dim_v)
     native = min((native for native in FP8_ROW_QUERIES if native >= size), default=MAX_HEAD_DIM)
-    if not half:
-        return queries <= FP8_ROW_QUERIES[native]
-    return queries <= (FP8_LONE_HALF_ROW_QUERIES if group == 1 else FP8_HALF_ROW_QUERIES)[native, causal]
+    of_half = FP8_LONE_HALF_ROW_QUERIES if group == 1 else FP8_HALF_ROW_QUERIES
+    most = of_half[native, causal] if half else FP8_ROW_QUERIES[native]
+    elements, keys = values
+    if keys <= LAUNCH_KEYS[native]:
+        most += int(most * LAUNCH_BYTES / (2 * max(elements, 1)))
+    return queries <= most
 
 
 def select_fp8_forward_config(
