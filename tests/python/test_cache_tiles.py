@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.window import NO_LIMIT
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
@@ -20,7 +21,8 @@ from hopper_attention.few_queries import FewQueries
 from hopper_attention.kvcache_rules import RULES
 from hopper_attention.launch import cache_tiles as launcher
 from hopper_attention.launch import forward, fp8, kvcache
-from hopper_attention.masks import MaskSpec
+from hopper_attention.masks import UNLIMITED, MaskSpec
+from hopper_attention.reference import attention_naive
 from tests.python.fake_gpu import SMS, forget_launchers
 from tests.python.kvcache_cases import FP8, CacheCase, int32
 from tests.python.packed_fp8_kernels import Kernels as PackedKernels
@@ -109,11 +111,23 @@ def test_single_queries_see_all_keys() -> None:
 OF_TILES = {"batch": 1, "capacity": 65536}
 """What makes tiles in parts the fastest for some tens of queries."""
 
+OF_HEADS = torch.empty(32, device="meta")
+
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "ampere": ({"backend": "ampere"}, "its kernels are for Hopper GPUs, and the backend is ampere"),
-    "window": ({"window_size": (100, 0)}, "there is a qv or a window, or something is done to scores"),
-    "chunk": ({"attention_chunk": 128}, "there is a qv or a window, or something is done to scores"),
-    "softcap": ({"softcap": 30.0}, "there is a qv or a window, or something is done to scores"),
+    "slopes": ({"alibi_slopes": OF_HEADS}, "there is a qv, or there are alibi_slopes"),
+    "e4m3, slopes": ({"dtype": FP8, "alibi_slopes": OF_HEADS}, "there is a qv, or there are alibi_slopes"),
+    "sinks": ({"sinks": OF_HEADS}, "there are sinks, which rows of several heads have in e4m3 alone"),
+    "a short window": ({"window_size": (100, 0)}, "by count a tile for each head takes less time"),
+    "short chunks": ({"attention_chunk": 128}, "by count a tile for each head takes less time"),
+    "e4m3, sinks and LSE": (
+        {"dtype": FP8, "sinks": OF_HEADS, "return_softmax_lse": True},
+        "the LSE is wanted, and that of FP8 scores",
+    ),
+    "e4m3, softcap, a window and LSE": (
+        {"dtype": FP8, "softcap": 30.0, "window_size": (100, 0), "return_softmax_lse": True},
+        "the LSE is wanted, and that of FP8 scores",
+    ),
     "one query": (
         {"queries": 1, "pack_gqa": False},
         "a sequence has 1 queries, and tiles are counted for 2 to",
@@ -205,8 +219,13 @@ class Kernels(PackedKernels):
         """As a kernel does: rows of no key are zeros, pages out of range the nearest."""
         self.launches.append("attend")
         q, k, v, out, lse, counter, *rest, ctas = given
-        scales, rest = self.arguments_of(config, rest, q, k)
-        scale, plan, sequences, table, pads = rest
+        scales, (scale, *sides, plan, sequences, table, pads, softcap, sinks) = self.arguments_of(
+            config, rest, q, k
+        )
+        assert (softcap is not None, sinks is not None) == (config.softcap, config.sinks)
+        assert [x is not None for x in sides] == [config.window, config.window, config.chunk]
+        if sinks is not None:
+            assert sinks.dtype == torch.float32 and sinks.is_contiguous() and sinks.shape == (q.shape[1],)
         total_q, heads, columns = q.shape[0], q.shape[1], v.shape[-1]
         splits = out.shape[0] if config.split else 1
         assert counter.shape == (2,) and ctas % config.ctas_per_sm == 0 and q.stride(2) == 1
@@ -215,7 +234,7 @@ class Kernels(PackedKernels):
         assert tuple(lse.shape) in ([out.shape[:-1]] if config.split else [(heads, total_q), (heads, 0)])
         self.calls.append(
             {"config": config, "ctas": ctas, "splits": splits, "table": table, "pads": pads, "k": k, "v": v}
-            | {"scale": scale, "scales": scales}
+            | {"scale": scale, "scales": scales, "sides": sides, "softcap": softcap, "sinks": sinks}
         )
         if config.page_box:
             assert k.dim() == 4 and table.shape[0] == sequences - 1 and table.dtype == torch.int32
@@ -229,19 +248,22 @@ class Kernels(PackedKernels):
             of_q, of_k, of_v = self.factors_of(scales, b, heads, config.group)
             whole = q[rows].double() * of_q, keys[0].double() * of_k, keys[1].double() * of_v
             for part in range(splits):
-                options = scale, config.causal, None, (part, splits)
-                found, found_lse = attend_to_part(*whole, *options)
+                options = scale, config.causal, softcap, (part, splits)
+                if config.window or config.sinks:
+                    found, found_lse = attend_under(*whole, scale, config.causal, sides, softcap, sinks)
+                else:
+                    found, found_lse = attend_to_part(*whole, *options)
                 if config.split:
                     out[part, 0, rows], lse[part, 0, rows] = found, found_lse
                 else:
                     out[rows], lse[:, rows] = found, found_lse.T[:, : lse.shape[1]]
 
     def arguments_of(self, config: ForwardConfig, rest: list[Any], q: Tensor, k: Tensor) -> tuple[Any, Any]:
-        """Scales, none of 16 bits, and softmax_scale, plan, sequences, table and left pads."""
+        """Scales, none of 16 bits, and softmax_scale, sides, plan, sequences, table and left pads, softcap, sinks."""
         if not isinstance(config, Fp8ForwardConfig):
-            scale, left, right, chunk, plan, sequences, table, pads, *changes = rest
-            assert [left, right, chunk, *changes] == [None] * (3 + len(changes)) and len(changes) == 5
-            return (), (scale, plan, sequences, table, pads)
+            *others, softcap, slopes, sinks, philox, kept = rest
+            assert len(others) == 8 and slopes is sinks is philox is kept is None
+            return (), (*others, softcap, sinks)
         *scales, mean = rest[:5]
         batch, kv_heads = scales[1].shape[:2]
         assert [x.shape[:2] for x in (*scales, mean)] == [(batch, kv_heads)] * 5 and mean.shape[2] == 0
@@ -250,9 +272,10 @@ class Kernels(PackedKernels):
         assert all(x.stride(2) == 1 for x in scales[1:]) and bool((scales[2] == 1).all())
         if config.page_box:
             return scales, tuple(rest[5:])
-        rows_q, rows_k, scale, left, right, chunk, plan, sequences = rest[5:]
-        assert [left, right, chunk] == [None] * 3 and rows_q == rows_k > 2**30
-        return scales, (scale, plan, sequences, None, None)
+        has_scores = config.softcap or config.sinks
+        rows_q, rows_k, *others, softcap, sinks = rest[5:] if has_scores else [*rest[5:], None, None]
+        assert rows_q == rows_k > 2**30 and len(others) == 6
+        return scales, (*others, None, None, softcap, sinks)
 
     @staticmethod
     def factors_of(scales: Any, b: int, heads: int, group: int) -> list[Any]:
@@ -276,6 +299,30 @@ class Kernels(PackedKernels):
         rows = torch.arange(first, first + count)
         pages = table[b, (rows // size).clamp(max=table.shape[1] - 1)].long().clamp(0, x.shape[0] - 1)
         return torch.where((rows < end)[:, None, None], x[pages, rows % size].float(), 0.0)
+
+
+def attend_under(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    sides: list[int | None],
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``attend_to_part`` of all keys, under a window as kernels take it."""
+    if not q.shape[0] or not k.shape[0]:
+        lse = torch.full(q.shape[:2], -math.inf) if sinks is None else sinks.expand(q.shape[:2])
+        return torch.zeros(*q.shape[:2], v.shape[2]), lse
+    left, right, chunk = sides
+    options: dict[str, Any] = {"attention_chunk": chunk or 0, "softcap": softcap or 0.0, "sinks": sinks}
+    for name, side in (("window_left", left), ("window_right", right)):
+        options[name] = UNLIMITED if side in (None, NO_LIMIT) else side
+    groups = q.shape[1] // k.shape[1]
+    of_heads = (x.double().repeat_interleave(groups, 1)[None] for x in (k, v))
+    out, lse = attention_naive(q.double()[None], *of_heads, softmax_scale=scale, causal=causal, **options)
+    return out[0], lse[0].T
 
 
 def append_as_it_is(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
