@@ -76,6 +76,7 @@ def packed_fp8_parts_on_numpy(
     ctas: int = 1,
     timing: Timing = AT_ONCE,
     rules: Rules = NO_RULES,
+    sides: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """The same in ``splits`` parts, (splits, 1, total_q, heads) of lse."""
     out, lse = unwritten_parts(splits, 1, parts.q.shape[0], parts.q.data, parts.v)
@@ -84,6 +85,7 @@ def packed_fp8_parts_on_numpy(
     arguments.values += [b"\0" * 16] * 3
     arguments.parts(lse)
     counter = _finish(config, arguments, parts, plan, softmax_scale, rules)
+    arguments.add(*sides)
     arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.parts(out)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)

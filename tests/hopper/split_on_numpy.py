@@ -62,8 +62,9 @@ def fp8_parts_on_numpy(
     ctas: int,
     timing: Timing,
     rules: Rules = NO_RULES,
+    sides: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
-    """The same of e4m3; of ``rules`` a softcap is taken."""
+    """The same of e4m3; of ``rules`` a softcap and sinks are taken."""
     q, k, v = inputs.q.data, inputs.k.data, inputs.v
     parts, lse = unwritten_parts(splits, *q.shape[:2], q, v)
     arguments = Arguments()
@@ -73,7 +74,9 @@ def fp8_parts_on_numpy(
     arguments.tensor(torch.zeros(2, dtype=torch.int32), (), ())
     add_scales(config, arguments, inputs)
     arguments.softcap_and_slopes(rules, softmax_scale)
+    arguments.sinks(rules)
     finish_forward(config, arguments, q, k, rules.softcap or softmax_scale)
+    arguments.add(*sides)
     arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.parts(parts)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)

@@ -16,15 +16,19 @@ from torch import Tensor
 from cute_kernels.problem import DENSE, VARLEN
 from cute_kernels.window import NO_LIMIT
 from hopper.config import SMEM_BYTES, validate_forward_config
+from hopper.forward.fp8.capped_tilings import (
+    CAPPED_TILINGS,
+    select_fp8_capped_config,
+    shipped_fp8_capped_configs,
+)
 from hopper.forward.fp8.changes import NO_CHANGES, Changes
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
-from hopper.forward.fp8.scored_tilings import (
-    SCORED_TILINGS,
-    select_fp8_scored_config,
-    shipped_fp8_scored_configs,
+from hopper.forward.fp8.tilings import (
+    select_fp8_few_queries_config,
+    select_fp8_forward_config,
+    with_lone_scales,
 )
-from hopper.forward.fp8.tilings import select_fp8_few_queries_config, select_fp8_forward_config
-from hopper.forward.tilings import select_forward_config, with_group
+from hopper.forward.tilings import ANY_LENGTH, select_forward_config, with_group, with_parts
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import UNLIMITED
 from hopper_attention.packed_quantization import from_packed_descales, transpose_packed
@@ -52,7 +56,8 @@ ORDINARY = (0.5, -math.inf, 60.0, -3.0, 2.0)
 @dataclass(frozen=True)
 class Case:
     """What kernels are held to float64 on: ``heads`` of Q and of K and V, sides of a window, what is done to scores,
-    and how much larger Q is than what is normally distributed."""
+    and how much larger Q is than what is normally distributed. With ``longest_k`` the kernel is the one for so many
+    keys."""
 
     head_dim: int
     v_rows: bool = False
@@ -63,6 +68,7 @@ class Case:
     softcap: float = 0.0
     sinks: tuple[float, ...] = ()
     peak: float = 1.0
+    longest_k: int = 0
 
     @property
     def rules(self) -> Rules:
@@ -83,8 +89,20 @@ class Case:
         return named | {"causal": self.causal, "softcap": self.softcap, "sinks": self.rules.sinks}
 
     def config(self, layout: str = DENSE) -> Fp8ForwardConfig:
-        dims = self.head_dim, self.head_dim
-        return select_fp8_scored_config(dims, self.causal, "bfloat16", self.v_rows, self.changes, layout)
+        dims, changes = (self.head_dim, self.head_dim), self.changes
+        if self.softcap:
+            return select_fp8_capped_config(dims, self.causal, "bfloat16", self.v_rows, changes, layout)
+        return with_sinks(self.head_dim, self.causal, self.v_rows, changes, layout, self.longest_k)
+
+
+def with_sinks(
+    head_dim: int, causal: bool, v_rows: bool, changes: Changes, layout: str, longest_k: int
+) -> Fp8ForwardConfig:
+    """The config of codes of which nothing is promised, where nobody gets the LSE."""
+    flags = {"v_rows": v_rows, "window": changes.window, "chunk": changes.chunk, "without_lse": True}
+    sizes = head_dim, head_dim, causal, "bfloat16", longest_k
+    found = select_fp8_forward_config(*sizes, layout=layout, **flags)
+    return with_lone_scales(replace(found, sinks=changes.sinks))
 
 
 def draw(case: Case, batch: int = 1) -> QuantizedQKV:
@@ -133,6 +151,13 @@ DENSE_CASES = {
     "d256, V in rows": Case(256, True, False, (70, 150), (2, 1), (30, 40), 15.0, (1.0, 4.0), 6.0),
     "d80": Case(80, False, False, (70, 200), softcap=15.0, sinks=ORDINARY),
     "d192, V in rows": Case(192, True, True, (70, 150), (2, 2), softcap=30.0, sinks=ORDINARY),
+    "scores in float16": Case(64, False, True, (150, 400), sinks=ORDINARY, longest_k=ANY_LENGTH),
+    "peaky scores in float16": Case(128, False, sinks=ORDINARY, peak=6.0, longest_k=ANY_LENGTH),
+    "scores in float16, V in rows": Case(128, True, True, sinks=ORDINARY, longest_k=ANY_LENGTH),
+    "scores in float16 in a window": Case(64, sides=WINDOW, sinks=ORDINARY, longest_k=ANY_LENGTH),
+    "scores in float16, d256": Case(
+        256, False, True, (70, 150), (2, 1), sinks=(1.0, 4.0), longest_k=ANY_LENGTH
+    ),
 }
 
 
@@ -305,18 +330,22 @@ def test_heads_in_a_tile(rows: int, case: Case) -> None:
     [
         (Case(128, True, True, (21, 350), (16, 2), softcap=15.0, peak=6.0), 2),
         (Case(64, True, False, (9, 200), (10, 2), softcap=30.0), 5),
+        (Case(128, True, True, (21, 350), (16, 2), sinks=ORDINARY), 3),
+        (Case(128, True, True, (9, 520), (10, 2), sides=(300, 0)), 3),
+        (Case(64, True, False, (21, 700), (4, 2), (450, 10), 30.0, ORDINARY, 6.0), 4),
+        (Case(128, True, True, (30, 400), (4, 2), sides=CHUNK, sinks=ORDINARY), 2),
     ],
-    ids=["8 heads", "5 heads, more parts than blocks"],
+    ids=["8 heads", "5 heads, more parts than blocks", "sinks", "a window", "all", "a chunk"],
 )
-def test_capped_scores_in_parts(case: Case, splits: int) -> None:
+def test_changed_scores_in_parts(case: Case, splits: int) -> None:
     """Dense and packed."""
     group, parts = case.heads[0] // case.heads[1], draw(case, batch=2)
     config = few_config(case, group, 64, split=True, layout=DENSE)
-    out, lse = merged(*fp8_parts_on_numpy(config, parts, 0.1, splits, 3, LATE, case.rules))
+    out, lse = merged(*fp8_parts_on_numpy(config, parts, 0.1, splits, 3, LATE, case.rules, case.sides))
     check((out, lse.transpose(1, 2)), exact_of(case, parts, 0.1))
     packing, config = Packing.of(FEW_LENGTHS, (7, 13)), few_config(case, group, 64, split=True)
     packed, plan = draw_packed(case, packing), packing.plan(config.tile_queries)
-    found = packed_fp8_parts_on_numpy(config, packed, plan, 0.1, splits, 3, LATE, case.rules)
+    found = packed_fp8_parts_on_numpy(config, packed, plan, 0.1, splits, 3, LATE, case.rules, case.sides)
     out, lse = merged(*(x[:, 0] for x in found))
     check_packed(case, (out, lse.T), packed, 0.1)
 
@@ -375,21 +404,28 @@ def test_what_refuses_changed_scores(name: str, kind: str) -> None:
     assert config.softmax.value == kind if is_stale else config.two_level
     assert config.wide_codes == (kind == "wide codes")
     validate_forward_config(config)
-    with pytest.raises(
-        ValueError, match=rf"{name} is True, allowed .* where a block does not take its maximum"
-    ):
-        validate_forward_config(replace(config, **{name: True}))
+    changed = replace(config, **{name: True})
+    if name == "sinks" and is_stale:
+        validate_forward_config(changed)
+        return
+    reason = (
+        "where a block does not take its maximum" if name == "softcap" else "with two_level and wide_codes"
+    )
+    with pytest.raises(ValueError, match=rf"{name} is True, allowed .*{reason}"):
+        validate_forward_config(changed)
 
 
-def test_parts_have_no_window_and_no_sinks() -> None:
-    config = few_config(Case(128, True, True, softcap=15.0), 4, 64, split=True)
-    assert config.split and config.softcap and config.group == 4
+def test_parts_have_windows_and_sinks_in_e4m3_alone() -> None:
     for name in ("sinks", "window"):
-        for softcap in (False, True):
-            with pytest.raises(ValueError, match=r"split is True, allowed with a window or sinks"):
-                validate_forward_config(replace(config, softcap=softcap, **{name: True}))
-    with pytest.raises(ValueError, match=r"split is True, allowed with a window or sinks"):
-        few_config(Case(128, True, True, sinks=ORDINARY), 1, 64, split=True)
+        for softcap in (0.0, 15.0):
+            of_name = {"sinks": ORDINARY} if name == "sinks" else {"sides": WINDOW}
+            config = few_config(Case(128, True, True, softcap=softcap, **of_name), 4, 64, split=True)
+            assert config.split and getattr(config, name) and config.softcap == (softcap > 0)
+    plain = with_parts(select_forward_config("bfloat16", 128, 128, True, 1024), 4, 64)
+    validate_forward_config(plain)
+    for name in ("sinks", "window"):
+        with pytest.raises(ValueError, match=r"split (is )?True, allowed"):
+            validate_forward_config(replace(plain, **{name: True}))
 
 
 def test_groups_have_sinks_in_e4m3_alone() -> None:
@@ -404,26 +440,34 @@ def test_groups_have_sinks_in_e4m3_alone() -> None:
 
 
 def test_what_is_selected() -> None:
-    """Tiles in which each block takes its maximum, for rows of any size; selecting validates."""
+    """Tiles in which each block takes its maximum under a softcap, for rows of any size; selecting validates. Sinks
+    leave the tiles as they are."""
     for case in itertools.product((16, 80, 112, 192, 256), (64, 256), (False, True), (False, True)):
         head_dim, head_dim_v, causal, v_rows = case
         for layout, changes in itertools.product((DENSE, VARLEN), (SOFTCAP, EVERYTHING)):
             dims = head_dim, head_dim_v
-            config = select_fp8_scored_config(dims, causal, "bfloat16", v_rows, changes, layout)
+            config = select_fp8_capped_config(dims, causal, "bfloat16", v_rows, changes, layout)
             assert config.takes_maxima and config.lone_scales and config.v_rows == v_rows
             assert (config.layout, config.causal, config.softcap) == (layout, causal, True)
             assert (config.sinks, config.window) == (changes.sinks, changes.window)
             assert config.head_dim >= head_dim and config.head_dim_v >= head_dim_v
     with pytest.raises(ValueError, match="head_dim 272 and head_dim_v 64: both may be at most 256"):
-        select_fp8_scored_config((272, 64), False, "bfloat16", False, SOFTCAP)
-    assert NO_CHANGES.of(BUILT) == BUILT and not NO_CHANGES.are_of_scores
-    assert EVERYTHING.are_of_scores and not Changes(window=True, chunk=True).are_of_scores
+        select_fp8_capped_config((272, 64), False, "bfloat16", False, SOFTCAP)
+    assert NO_CHANGES.of(BUILT) == BUILT
+    softmaxes = [case.config().softmax for name, case in DENSE_CASES.items() if "float16" in name]
+    assert len(softmaxes) == 5 and set(softmaxes) == {Softmax.HALF_SCORES}
+    few, many = (
+        select_fp8_capped_config((64, 64), True, "bfloat16", False, SOFTCAP, few_tiles=few)
+        for few in (True, False)
+    )
+    assert (few.tile_m, many.tile_m) == (128, 192)
 
 
 def compiled() -> dict[str, list[Fp8ForwardConfig]]:
-    """What ships on dense tensors; a few of packed ones, with all at once; and of several heads a tile."""
+    """What ships on dense tensors; a few of packed ones, with all at once; of several heads a tile; and with sinks
+    where scores are in float16."""
     of_packed = [
-        select_fp8_scored_config((head_dim, head_dim), causal, "bfloat16", v_rows, EVERYTHING, VARLEN)
+        select_fp8_capped_config((head_dim, head_dim), causal, "bfloat16", v_rows, EVERYTHING, VARLEN)
         for head_dim, causal, v_rows in (
             (64, False, False),
             (128, True, True),
@@ -432,7 +476,7 @@ def compiled() -> dict[str, list[Fp8ForwardConfig]]:
         )
     ]
     chunks = replace(EVERYTHING, chunk=True)
-    of_packed += [select_fp8_scored_config((256, 256), False, "bfloat16", False, chunks, VARLEN)]
+    of_packed += [select_fp8_capped_config((256, 256), False, "bfloat16", False, chunks, VARLEN)]
     of_heads = [
         few_config(
             Case(head_dim, True, causal, sides=sides, softcap=softcap, sinks=sinks), group, rows, split=split
@@ -444,9 +488,24 @@ def compiled() -> dict[str, list[Fp8ForwardConfig]]:
             (256, True, WINDOW, 15.0, ORDINARY, 5, 128, False),
             (128, True, (), 15.0, (), 8, 192, True),
             (256, False, (), 15.0, (), 1, 128, True),
+            (128, True, WINDOW, 15.0, ORDINARY, 8, 192, True),
+            (256, True, WINDOW, 0.0, ORDINARY, 1, 128, True),
         )
     ]
-    return {"dense": list(shipped_fp8_scored_configs()), "packed": of_packed, "heads": of_heads}
+    of_sinks = [
+        with_sinks(head_dim, causal, v_rows, Changes(window, sinks=True), layout, ANY_LENGTH)
+        for head_dim, causal, v_rows, window, layout in (
+            (64, True, False, False, DENSE),
+            (64, True, False, True, VARLEN),
+            (128, False, False, False, DENSE),
+            (128, True, True, False, VARLEN),
+            (256, True, False, True, DENSE),
+            (256, False, True, False, DENSE),
+            (256, True, False, False, VARLEN),
+        )
+    ]
+    of_dense = list(shipped_fp8_capped_configs())
+    return {"dense": of_dense, "packed": of_packed, "heads": of_heads, "sinks": of_sinks}
 
 
 COMPILED = compiled()
@@ -457,4 +516,4 @@ def test_no_register_is_spilled(kind: str) -> None:
     usages = usage_of_each(COMPILED[kind])
     assert {c.name: usage for c, usage in usages.items() if usage.spills or usage.stack_bytes} == {}
     assert all(usage.shared_bytes <= SMEM_BYTES for usage in usages.values())
-    assert len(usages) == {"dense": len(SCORED_TILINGS) * 8, "packed": 5, "heads": 6}[kind]
+    assert len(usages) == {"dense": len(CAPPED_TILINGS) * 4, "packed": 5, "heads": 8, "sinks": 7}[kind]

@@ -80,7 +80,10 @@ def test_what_is_chosen() -> None:
     assert alone.path == "tiles" and isinstance(alone.config, ForwardConfig) and alone.config.split
     assert plan(128, batch=16).path == "paged"
     windowed = plan(128, batch=64, window_size=(4096, 0))
-    assert windowed.path == "paged" and windowed.refused[0] == "decode: by count a tile for each head takes less time"
+    assert (
+        windowed.path == "paged"
+        and windowed.refused[0] == "decode: by count a tile for each head takes less time"
+    )
     # Beyond what tiles are counted for, as where there are sinks, the decode kernel's own count decides.
     reason = "decode: 512 query rows share a K/V head, and by count its tiles take "
     with_sinks = plan(128, batch=64, sinks=torch.empty(32, device="meta"))

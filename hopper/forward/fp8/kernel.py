@@ -178,7 +178,7 @@ class ScoredFp8ForwardKernel(Fp8ForwardKernel):
         stream,
     ):
         """Launch. ``softcap`` and ``sinks`` are those of ``GeneralForwardKernel``."""
-        scales = q_scale, k_scale, v_scale, o_scale, mean_v, block_q, block_k
+        scales = q_scale, k_scale, v_scale, o_scale, mean_v, self._divisor(block_q), block_k
         of_scores = scores_of(self.config, softmax_scale, softcap, sinks)
         options = LaunchOptions(
             extras=(*scales, *of_scores),

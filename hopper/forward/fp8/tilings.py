@@ -489,8 +489,9 @@ def select_fp8_few_queries_config(
         ValueError: a head dimension is too large, or no tile has ``group`` heads.
     """
     native = native_size(max(head_dim, head_dim_v))
-    takes_registers = changes.softcap and changes.sinks
-    tiles = few_queries_tilings(VARLEN if changes.window else layout, split or takes_registers)[native.tiles]
+    # Where keys are in parts blocks of three warpgroups are short, which leaves registers.
+    is_short = split or (changes.softcap and changes.sinks and native.tiles == 128)
+    tiles = few_queries_tilings(VARLEN if changes.window else layout, is_short)[native.tiles]
     built = replace(build(tiles[tile_rows], native, causal, output), layout=layout)
     box = box_of_pages(built.tile_n, page_rows)
     config = replace(changes.of(with_lone_scales(built)), group=group, split=split, page_box=box)
