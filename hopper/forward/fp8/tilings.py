@@ -490,7 +490,8 @@ def select_fp8_few_queries_config(
     """
     native = native_size(max(head_dim, head_dim_v))
     # Where keys are in parts blocks of three warpgroups are short, which leaves registers.
-    is_short = split or (changes.softcap and changes.sinks and native.tiles == 128)
+    takes_registers = changes.softcap and (changes.window or changes.sinks)
+    is_short = split or (takes_registers and native.tiles == 128)
     tiles = few_queries_tilings(VARLEN if changes.window else layout, is_short)[native.tiles]
     built = replace(build(tiles[tile_rows], native, causal, output), layout=layout)
     box = box_of_pages(built.tile_n, page_rows)
