@@ -123,7 +123,7 @@ CHANGED = [
         (64, 192, 16, True, 5, WITH_ALL),
         (128, 64, 16, True, 8, WITH_ALL),
         (128, 128, 16, False, 1, Changes(window=True)),
-        (128, 192, 16, False, 5, WITH_ALL),
+        (128, 192, 16, False, 5, replace(WITH_ALL, chunk=True)),
         (256, 64, 16, True, 1, WITH_ALL),
         (256, 128, 16, True, 8, WITH_ALL),
         (128, 128, ONE_PAGE, False, 5, SOFTCAP),
@@ -225,6 +225,9 @@ CASES = {
     ),
     "all": Case((70, 5, 3), (300, 0, 37), 16, sides=(60, NO_LIMIT), softcap=15.0, sinks=SINKS, peak=6.0),
     "all, d64": Case((21, 4), (350, 90), 32, 64, 192, False, 8, sides=(90, 9), softcap=30.0, sinks=SINKS),
+    "all, high tiles": Case(
+        (70, 5, 50), (300, 0, 77), 16, rows=192, group=5, sides=(60, 9), softcap=15.0, sinks=SINKS
+    ),
     "all, d256": Case((20, 7), (190, 40), 16, 256, 128, group=5, sides=(50, 0), softcap=15.0, sinks=SINKS),
     "all, from any row on": Case(
         (30, 4, 2), (201, 131, 0), 333, group=4, pads=(9, 77, 333), sides=(50, 0), softcap=15.0, sinks=SINKS
