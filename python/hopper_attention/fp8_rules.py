@@ -108,7 +108,7 @@ class Fp8Problem(NamedTuple):
         lone_scales = self.v_rows and self.block_q == self.block_k == ONE_BLOCK
         is_plain = self.window == FULL_SIDES and not self.scores.has_softcap
         half = self.without_lse and not self.two_level and is_plain
-        half = half or caps_wide_rows(self.scores, head_dim, head_dim_v)
+        half = half or (self.causal and caps_wide_rows(self.scores, head_dim, head_dim_v))
         transposes = lone_scales and not self.exact_lse
         of_v = self.causal, queries, half, group, values
         transposes = transposes and transposes_v(head_dim, head_dim_v, *of_v)
@@ -137,8 +137,8 @@ class Fp8Problem(NamedTuple):
 
 
 def caps_wide_rows(scores: ScoreKind, *head_dims: int) -> bool:
-    """Whether there is a softcap on rows that are so wide that a kernel which transposes V itself is as fast with more
-    queries, as it is where scores are in float16 (``fp8_softcap_tiles.json``)."""
+    """Whether there is a softcap on rows that are so wide that under a causal mask a kernel which transposes V itself
+    is faster with more queries, as it is where scores are in float16 (``fp8_softcap_tiles.json``)."""
     return scores.has_softcap and max(head_dims) > WIDE_ROWS
 
 
@@ -199,7 +199,7 @@ def packed_problem(
         queries = min(queries, seen * group)
     values = v_shape[0] * kv_heads * head_dim_v, seen
     half = without_lse and not mask.has_window and not scores.has_softcap
-    half_or_capped = half or caps_wide_rows(scores, *head_dims)
+    half_or_capped = half or (mask.causal and caps_wide_rows(scores, *head_dims))
     transposes = not exact_lse and transposes_v(
         *head_dims, mask.causal, queries, half_or_capped, group, values
     )

@@ -20,18 +20,17 @@ from hopper.forward.fp8.tilings import (
     with_lone_scales,
 )
 
-CAPPED_TILINGS = FEW_KEYS | {
-    64: eager(192, 128, 4, polynomial_pairs=3),
-    256: eager(128, 96, 2, polynomial_pairs=3),
-}
-"""By head_dim. A stale maximum would be one of scores before the cap. At head_dim 256 there are no registers for 128
-keys under a causal mask (`fp8_softcap_tiles.json`)."""
+CAPPED_TILINGS = FEW_KEYS | {64: eager(192, 128, 4, polynomial_pairs=3)}
+"""By head_dim. A stale maximum would be one of scores before the cap (`fp8_softcap_tiles.json`)."""
+
+CAUSAL_TILINGS = CAPPED_TILINGS | {256: eager(128, 96, 2, polynomial_pairs=3)}
+"""The same under a causal mask or with chunks, which leave no registers for 128 keys at head_dim 256."""
 
 FEW_CAPPED_TILES = {64: FEW_KEYS[64]}
 """The same where tiles are few (``are_few_tiles``)."""
 
 CAPPED_ROW_TILINGS = FEW_ROWS | {
-    256: wide_rows(eager, 128, 96, 2, registers=TWO_CONSUMERS_TRANSPOSING, polynomial_pairs=2)
+    256: wide_rows(eager, 128, 96, 2, registers=TWO_CONSUMERS_TRANSPOSING, polynomial_pairs=3)
 }
 """The same for V in rows."""
 
@@ -61,7 +60,8 @@ def select_fp8_capped_config(
     native = native_of(*head_dims, False)
     if native == BETWEEN and v_rows:
         native = native_size(MAX_HEAD_DIM)
-    tilings = CAPPED_TILINGS | FEW_CAPPED_TILES if few_tiles else CAPPED_TILINGS
+    tilings = CAUSAL_TILINGS if causal or changes.chunk else CAPPED_TILINGS
+    tilings = tilings | FEW_CAPPED_TILES if few_tiles else tilings
     if v_rows:
         tilings = CAPPED_ROW_TILINGS if layout == DENSE else PACKED_ROW_TILINGS
     built = replace(with_lone_scales(build(tilings[native.tiles], native, causal, output)), layout=layout)
