@@ -169,7 +169,7 @@ def test_keys_outside_of_the_window_are_not_read() -> None:
 
 def test_what_a_window_does_not_go_with() -> None:
     config = config_of(True, Softmax.LAGGING)
-    with pytest.raises(ValueError, match="softcap is True, allowed for float8_e4m3fn where a block does not take its m"):
+    with pytest.raises(ValueError, match=r"softcap is True, allowed for .* does not take its maximum"):
         validate_forward_config(replace(config, softcap=True))
     chosen = select_fp8_forward_config(128, 128, True, "bfloat16", 9000, 128, half_scores=True, window=True)
     assert chosen.window and chosen.softmax is Softmax.HALF_SCORES
