@@ -198,7 +198,7 @@ def test_a_softcap(
     of_q = torch.ones(5, heads[1], device="cuda")
     if of_queries == FP8:
         of_q = given["q_descale"] = torch.rand(5, heads[1], device="cuda") + 0.5
-    plan = explain_kvcache(q, keys.k, keys.v, **given)
+    plan = explain_kvcache(q, keys.k, keys.v, **given, return_softmax_lse=True)
     assert plan.path == "decode" and isinstance(plan.config, DecodeConfig) and plan.config.softcap
     assert plan.config.tile_m == max(tile_m, 32 if dtype == torch.float16 else 0)
     out, lse = flash_attn_with_kvcache(q, keys.k, keys.v, **given, return_softmax_lse=True)
