@@ -72,6 +72,7 @@ BESIDE_SHIPPED = {
     "tests.hopper.test_wide": ("COMPILED",),
     "tests.hopper.test_decode_compile": ("COMPILED",),
     "tests.hopper.test_mla": ("COMPILED",),
+    "tests.hopper.test_scored_fp8": ("OF_ALL_KINDS",),
     "tests.hopper.test_quantize_compile": ("CONFIGS",),
     "tests.cute_kernels.test_append": ("COMPILED",),
     "tests.cute_kernels.test_combine": ("COMPILED",),

@@ -509,6 +509,7 @@ def compiled() -> dict[str, list[Fp8ForwardConfig]]:
 
 
 COMPILED = compiled()
+OF_ALL_KINDS = [config for configs in COMPILED.values() for config in configs]
 
 
 @pytest.mark.parametrize("kind", COMPILED)
