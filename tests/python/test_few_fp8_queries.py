@@ -171,8 +171,6 @@ def test_calls_that_are_served_as_any_other() -> None:
 @pytest.mark.parametrize("few_call", [MANY_KEYS, MANY_TILES], ids=["parts", "groups"])
 def test_what_tiles_of_few_queries_do_not_do(few_call: Call) -> None:
     for given in (
-        {"window_size": (100, 0)},
-        {"attention_chunk": 64},
         {"two_level_accumulation": True},
         {"return_attn_probs": True},
         {"exact_lse": True},
@@ -188,9 +186,29 @@ def test_what_tiles_of_few_queries_do_not_do(few_call: Call) -> None:
     ):
         config, _ = plan_of(*few_call, **given)
         assert isinstance(config, Fp8ForwardConfig) and config.group > 1, given
-    # Scores that something changes are of 16 bits.
-    config, _ = plan_of(*few_call, softcap=1.0)
+    # Slopes are of 16 bits.
+    slopes = torch.empty(few_call[1][0], device="meta")
+    config, _ = plan_of(*few_call, alibi_slopes=slopes)
     assert isinstance(config, ForwardConfig) and config.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("few_call", [MANY_KEYS, MANY_TILES], ids=["parts", "groups"])
+def test_tiles_of_few_queries_in_windows_and_with_changed_scores(few_call: Call) -> None:
+    sinks = torch.empty(few_call[1][0], device="meta")
+    for given in (
+        {"window_size": (100, 0)},
+        {"attention_chunk": 64},
+        {"softcap": 1.0},
+        {"sinks": sinks},
+        {"window_size": (900, 3), "softcap": 1.0, "sinks": sinks},
+    ):
+        config, _ = plan_of(*few_call, **given)
+        assert isinstance(config, Fp8ForwardConfig) and config.v_rows and config.lone_scales, given
+        # A window leaves few keys, for which a tile of one head may do.
+        is_masked = "window_size" in given or "attention_chunk" in given
+        assert config.group > 1 or is_masked, given
+        assert (config.window, config.chunk) == (is_masked, "attention_chunk" in given)
+        assert (config.softcap, config.sinks) == ("softcap" in given, "sinks" in given)
 
 
 def draw(sizes: Sizes, heads: Heads, head_dim: int = 64) -> Any:
@@ -331,10 +349,10 @@ def test_launchers_that_are_found(kernels: Kernels) -> None:
     for backend in ("reference", "ampere", "torch"):
         assert find_with_descales(*tensors, NO_MASK, backend, 0, True) is None
     assert find_with_descales(*draw((1, 257, 1500), (8, 2)), NO_MASK, None, 0, True) is None
-    for mask, in_e4m3 in ((NO_MASK, False), (MaskSpec(True, 99), True)):
-        assert find_with_descales(*draw((2, 10, 1500), (8, 2)), mask, None, 0, in_e4m3) is None
-        launcher = find_with_descales(*tensors, mask, None, 0, in_e4m3)
-        assert isinstance(launcher, FewQueriesLaunch)
+    assert find_with_descales(*draw((2, 10, 1500), (8, 2)), NO_MASK, None, 0, False) is None
+    assert isinstance(find_with_descales(*tensors, NO_MASK, None, 0, False), FewQueriesLaunch)
+    launcher = find_with_descales(*tensors, MaskSpec(True, 99), None, 0, True)
+    assert isinstance(launcher, FewFp8Launcher) and launcher.attention.has_window
 
 
 def few_of(sizes: Sizes, heads: Heads, head_dim: int = 128) -> FewQueries:

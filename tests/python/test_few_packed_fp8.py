@@ -32,7 +32,7 @@ from hopper_attention.launch.few_packed_fp8 import FewPackedFp8Launcher, find_pa
 from hopper_attention.launch.few_packed_queries import FewPackedLaunch
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import CAUSAL_MASK, NO_MASK, MaskSpec
-from hopper_attention.scores import PLAIN
+from hopper_attention.scores import PLAIN, ScoreKind
 from tests.python.fake_gpu import forget_launchers, pretend
 from tests.python.packed_fp8_calls import (
     Bounds,
@@ -262,11 +262,9 @@ def test_what_was_found_does_not_serve_elsewhere(
 NOT_SERVED: dict[str, dict[str, Any]] = {
     "an exact LSE": {"return_attn_probs": True, "exact_lse": True},
     "an LSE": {"return_attn_probs": True},
-    "a window": {"window_size": (30, 5)},
-    "a chunk": {"attention_chunk": 16},
     "queries used in part": {"seqused_q": torch.tensor((3, 0, 33, 0, 10), dtype=torch.int32)},
     "more queries": {"max_seqlen_q": 257},
-    "scores in 16 bits": {"softcap": 1.0},
+    "slopes, in 16 bits": {"alibi_slopes": torch.ones(8)},
 }
 
 
@@ -354,9 +352,18 @@ def test_launchers_that_are_found(kernels: Kernels, monkeypatch: pytest.MonkeyPa
             find_packed_with_descales(tensors, lengths, NO_MASK, None, 132, True)
         for backend in ("reference", "ampere", "torch"):
             assert find_packed_with_descales(tensors, lengths, NO_MASK, backend, 0, True) is None
-        for mask, in_e4m3 in ((NO_MASK, False), (MaskSpec(True, 99), True)):
-            found = find_packed_with_descales(tensors, lengths, mask, None, 0, in_e4m3)
-            assert found is None or isinstance(found, FewPackedLaunch)
+        found = find_packed_with_descales(tensors, lengths, NO_MASK, None, 0, False)
+        assert found is None or isinstance(found, FewPackedLaunch)
+        for mask, scores in (
+            (MaskSpec(True, 99), PLAIN),
+            (MaskSpec(False, -1, -1, 64), PLAIN),
+            (NO_MASK, ScoreKind(has_softcap=True, has_sinks=True)),
+        ):
+            found = find_packed_with_descales(tensors, lengths, mask, None, 0, True, scores)
+            assert isinstance(found, FewPackedFp8Launcher)
+            config = found.attention.config
+            assert (config.window, config.chunk) == (mask.has_window, mask.attention_chunk > 0)
+            assert (config.softcap, config.sinks) == (scores.has_softcap, scores.has_sinks)
 
 
 def test_parts_are_merged_by_the_kernel_for_as_many(
@@ -481,7 +488,7 @@ def test_no_few_queries() -> None:
         assert few_of(sizes, (8, 2)) == NOT_FEW
     of_parts = (1, 40, 20_000), (8, 2)
     assert few_of(*of_parts).splits > 1
-    for options in ({"in_e4m3": False}, {"mask": MaskSpec(True, 99)}, {"head_dim": 72}):
+    for options in ({"in_e4m3": False}, {"head_dim": 72}):
         assert few_of(*of_parts, **options).tile_rows == 0, options
 
 
