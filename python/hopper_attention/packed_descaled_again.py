@@ -179,6 +179,9 @@ def remember(
     of_kernel = target_of(q.device), mask, scores, backend, exact_lse
     if scores != PLAIN and not serves_in_e4m3(q.shape, v.shape, *of_kernel):
         return
+    if has_sinks and wants_lse:
+        # Rows of no sequence are looked for, to have none in their LSE.
+        return
     few = find_packed_with_descales((q, k, v), lengths, mask, backend, sm_margin, not exact_lse, scores)
     of_call, kind = (mask.sides, wants_lse), (softcap, has_sinks)
     call: ScriptedCall | FewPackedDescaledCall

@@ -13,7 +13,7 @@ import torch
 from cute_kernels.window import NO_LIMIT
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention import cache_tiles, explain_kvcache, flash_attn_with_kvcache
-from hopper_attention.few_queries import FewQueries
+from hopper_attention.few_queries import FewQueries, keys_that_count
 from tests.python.kvcache_cases import FP8
 from tests.python.test_cache_tiles import (
     BF16,
@@ -44,7 +44,7 @@ MASKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("page_size", [0, 64])
 def test_windows_and_scores_of_e4m3_are_for_tiles(mask: str, page_size: int) -> None:
-    """Whole ones, where there is a window or a sink."""
+    """In parts, unless a window leaves few keys."""
     for scores in ({}, {"softcap": 30.0}, {"sinks": OF_HEADS}, {"softcap": 30.0, "sinks": OF_HEADS}):
         options = MASKS[mask] | scores | {"dtype": FP8, "page_size": page_size}
         found = plan(40, **OF_TILES, **options)
@@ -52,7 +52,7 @@ def test_windows_and_scores_of_e4m3_are_for_tiles(mask: str, page_size: int) -> 
         assert found.path == "tiles" and isinstance(config, Fp8ForwardConfig) and found.steps == ()
         assert (config.softcap, config.sinks) == ("softcap" in scores, "sinks" in scores)
         assert (config.window, config.chunk) == (mask != "none", mask == "chunk")
-        assert config.split == (mask == "none" and "sinks" not in scores)
+        assert config.split == (mask != "two sides")
         assert bool(config.page_box) == (page_size > 0)
 
 
@@ -65,6 +65,11 @@ def test_windows_and_softcap_of_16_bits() -> None:
     assert problem.scores.has_softcap and problem.has_window and not problem.has_chunk and problem.causal
     for options in ({"window_size": (3000, 0)}, {"attention_chunk": 4096}):
         assert cache_tiles.tiles_of(call_of(options)).splits == 1
+
+
+def keys_of(options: dict[str, Any]) -> int:
+    call = call_of(options)
+    return keys_that_count(call.shape, call.mask)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
@@ -80,10 +85,10 @@ def test_keys_that_count(dtype: torch.dtype) -> None:
     }
     for (queries, option), keys in expected.items():
         options = dict([option]) if option else {}
-        assert cache_tiles.keys_that_count(call_of({"queries": queries, "dtype": dtype} | options)) == keys
+        assert keys_of({"queries": queries, "dtype": dtype} | options) == keys
     both = {"causal": False, "window_size": (100, 20), "dtype": dtype}
-    assert cache_tiles.keys_that_count(call_of(both)) == 121 + 40
-    assert cache_tiles.keys_that_count(call_of(both | {"window_size": (100, -1)})) == 65536
+    assert keys_of(both) == 121 + 40
+    assert keys_of(both | {"window_size": (100, -1)}) == 65536
 
 
 SINKS = torch.tensor([0.5, -math.inf, 6.0, -1.0])

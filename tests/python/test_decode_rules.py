@@ -489,7 +489,8 @@ def test_explain_says_that_the_decode_kernel_runs() -> None:
 def test_a_softcap_leaves_a_cache_of_e4m3_to_the_decode_kernel(
     heads: tuple[int, int], queries: int, tile_m: int, dtype: torch.dtype
 ) -> None:
-    """With other kernels of the same tiles, whatever else there is."""
+    """With other kernels of the same tiles, whatever else there is, unless more rows of e4m3 are for tiles of the
+    forward kernel."""
     case = replace(OF_16_BYTES, heads=heads, queries=(queries,) * 3)
     others: tuple[dict[str, Any], ...] = (
         {},
@@ -501,6 +502,9 @@ def test_a_softcap_leaves_a_cache_of_e4m3_to_the_decode_kernel(
             explain_kvcache(**case.build(dtype, FP8, softcap=cap, **given), device_capability=HOPPER)
             for cap in (0.0, 50.0)
         )
+        if dtype == FP8 and tile_m > 16:
+            assert plain.path == capped.path == "tiles"
+            continue
         assert capped.path == "decode" and isinstance(capped.config, DecodeConfig)
         assert capped.config.tile_m == max(tile_m, 32 if dtype == torch.float16 else 0)
         assert capped.config.name.endswith("_softcap_sinks" if "sinks" in given else "_softcap")

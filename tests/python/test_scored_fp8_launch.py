@@ -26,7 +26,15 @@ from hopper_attention import (
 )
 from hopper_attention.backends import Target
 from hopper_attention.fp8_rules import serves_in_e4m3
-from hopper_attention.launch import dequantized, forward, fp8, transpose, varlen
+from hopper_attention.launch import (
+    dequantized,
+    few_fp8,
+    few_packed_fp8,
+    forward,
+    fp8,
+    transpose,
+    varlen,
+)
 from hopper_attention.masks import MaskSpec
 from hopper_attention.scores import ScoreKind
 from tests.python.fake_gpu import H200, SMS, forget_launchers, pretend
@@ -119,7 +127,8 @@ class FakeGpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    fake, modules = FakeGpu(), (dequantized, forward, fp8, ops, transpose, varlen, varlen_ops)
+    of_few = few_fp8, few_packed_fp8
+    fake, modules = FakeGpu(), (dequantized, forward, fp8, ops, transpose, varlen, varlen_ops, *of_few)
     pretend(monkeypatch, *modules, target=lambda: fake.target)
     for get in ("get_forward", "get_quantize"):
         monkeypatch.setattr(compile_cache, get, fake.get)
@@ -137,7 +146,7 @@ def test_explain_says_that_an_fp8_kernel_serves(name: str, layout: str) -> None:
         assert plan.backend == "hopper" and isinstance(config, Fp8ForwardConfig) and config.lone_scales
         assert {field: getattr(config, field) for field in kernel_options(options)} == kernel_options(options)
         assert (config.group, config.split, config.layout == "varlen") == (1, False, layout == "packed")
-        assert IS_DEQUANTIZED[0] not in plan.copies and config.takes_maxima
+        assert IS_DEQUANTIZED[0] not in plan.copies and (config.takes_maxima or "softcap" not in options)
         assert not any("few queries" in note for note in plan.notes)
 
 
@@ -192,10 +201,10 @@ def test_the_rule(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
 
 
 @LAYOUT
-@pytest.mark.parametrize("rows", [45, 700])
+@pytest.mark.parametrize("rows", [45, 1500])
 @pytest.mark.parametrize("name", SERVED)
 def test_what_the_kernel_is_given(name: str, rows: int, layout: str, gpu: FakeGpu) -> None:
-    """V in rows, or transposed before, of many queries."""
+    """V in rows, or transposed before, of many queries that see many keys."""
     options, tensors, factors = SERVED[name], draw((rows, rows)), descales()
     found = CALLS[layout](*tensors, softmax_scale=0.2, **factors, **options)
     ((config, arguments),) = gpu.calls
@@ -208,7 +217,7 @@ def test_what_the_kernel_is_given(name: str, rows: int, layout: str, gpu: FakeGp
     flat = tensors if layout == "dense" else [x.flatten(0, 1) for x in tensors]
     for x, wanted in zip((given["mQ"], given["mK"]), flat, strict=False):
         assert x.data_ptr() == wanted.data_ptr() and x.shape == wanted.shape
-    assert config.v_rows == (rows == 45)
+    assert config.v_rows == (rows == 45 or config.window)
     assert not config.v_rows or given["mV"].data_ptr() == flat[2].data_ptr()
     # Scales of heads; that of V is a factor of the output.
     of_q, of_k, of_v = (x[..., None] for x in factors.values())

@@ -19,7 +19,7 @@ from hopper_attention.launch.base import Launcher, no_vectors
 from hopper_attention.launch.few_packed_queries import FewPackedLaunch
 from hopper_attention.launch.few_queries import NO_DESCALES, Descales
 from hopper_attention.launch.fp8 import changes_for_fp8
-from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
+from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, clear_behind, find_packed_fp8
 from hopper_attention.launch.split_forward import SplitSizes, find_combine
 from hopper_attention.layout import make_packed_addressable, new_layout
 from hopper_attention.lengths import Lengths, specs_of
@@ -84,6 +84,8 @@ class FewPackedFp8Launcher(Launcher):
         for combine in self.combine:
             merged = lse.as_strided(*sizes.lse[:2]) if wants_lse else no_lse
             combine(*filled, out.view(sizes.out[0]), merged)
+        if wants_lse and scores.sinks is not None:
+            clear_behind(lse, cu_seqlens_q)
         return out, lse
 
     def sizes(self, q_shape: tuple[int, ...], head_dim_v: int) -> SplitSizes:

@@ -130,8 +130,7 @@ class PackedFp8Launcher(Launcher):
             self.num_ctas,
         )
         if wants_lse and scores.sinks is not None:
-            # To the kernel rows behind the last sequence are rows without keys, which have their sink.
-            lse.masked_fill_(~rows_of_sequences(lengths.cu_seqlens_q, None, total_q), -math.inf)
+            clear_behind(lse, lengths.cu_seqlens_q)
         return (out if adds else restore(out, parts, self.causal, window)), lse
 
     def sides(self, window: Sides) -> tuple[int | None, ...]:
@@ -186,6 +185,11 @@ def no_results(parts: PackedQuantizedQKV, scores: Scores = NO_SCORES) -> tuple[T
         rows = rows_of_sequences(parts.lengths.cu_seqlens_q, parts.lengths.seqused_q, total_q)
         lse = torch.where(rows, scores.sinks.float()[:, None], lse)
     return out, lse
+
+
+def clear_behind(lse: Tensor, cu_seqlens_q: Tensor) -> None:
+    """Make rows behind the last sequence -inf: to a kernel with sinks they are rows without keys, which have those."""
+    lse.masked_fill_(~rows_of_sequences(cu_seqlens_q, None, lse.shape[1]), -math.inf)
 
 
 def restore(out: Tensor, parts: PackedQuantizedQKV, causal: bool, window: Sides) -> Tensor:
