@@ -195,9 +195,10 @@ def test_what_no_kernel_can_be_built_from() -> None:
     ):
         with pytest.raises(ValueError, match=r"group is .* allowed"):
             validate_forward_config(replace(plain, **given))
-    for name in ("window", "sinks"):
-        with pytest.raises(ValueError, match="split is True, allowed with a window or sinks"):
-            validate_forward_config(replace(plain, split=True, **{name: True}))
+    with pytest.raises(ValueError, match="split is True, allowed with a window in 16 bits: False"):
+        validate_forward_config(replace(plain, split=True, window=True))
+    with pytest.raises(ValueError, match=r"group is 1 and split True, allowed"):
+        validate_forward_config(replace(plain, split=True, sinks=True))
 
 
 def test_names_and_tiles() -> None:

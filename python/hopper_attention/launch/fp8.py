@@ -344,7 +344,7 @@ def attend(
     Without ``wants_lse`` the lse may lack its rows, and the problem is one ``without_lse``; ``exact_lse`` too is that
     of an ``Fp8AttentionProblem``.
     ``causal`` and ``window`` are those of a ``MaskSpec``. ``two_level`` is that of ``Fp8Problem``. ``sm_margin``
-    multiprocessors are left to others by the FP8 kernel. ``scores`` are ``NO_SCORES``, or some that ``serves_scores``
+    multiprocessors are left to others by the FP8 kernel. ``scores`` are ``NO_SCORES``, or some that ``serves_in_e4m3``
     has nothing against.
 
     Raises:
