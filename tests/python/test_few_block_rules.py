@@ -104,8 +104,6 @@ def test_calls_that_are_served_as_any_other(sizes: Sizes, heads: Heads) -> None:
 @pytest.mark.parametrize("call", [MANY_KEYS, MANY_TILES], ids=["parts", "groups"])
 def test_what_tiles_of_few_queries_do_not_do(call: tuple[Sizes, Heads]) -> None:
     for given in (
-        {"window_size": (100, 0)},
-        {"attention_chunk": 64},
         {"two_level_accumulation": True},
         {"return_attn_probs": True},
         {"exact_lse": True},
@@ -117,12 +115,14 @@ def test_what_tiles_of_few_queries_do_not_do(call: tuple[Sizes, Heads]) -> None:
     fast_lse = plan_of(*call, return_attn_probs=True, exact_lse=False)
     assert (fast_lse.group, fast_lse.split) == (plan_of(*call).group, plan_of(*call).split)
     p = problem_with(*call)
+    for given in ({"window_size": (100, 0)}, {"attention_chunk": 64}):
+        config = plan_of(*call, **given)
+        assert config.window and config.tile_m == 64 and not config.split, given
     assert find_few(p).tile_rows
     for changed in (
         {"v_rows": True},
         {"two_level": True},
         {"exact_lse": True},
-        {"window": (5, 5, 0)},
         {"block_v": p.block_k + 64},
         {"q_shape": (0, *p.q_shape[1:])},
         {"q_shape": (p.q_shape[0], 0, *p.q_shape[2:])},
