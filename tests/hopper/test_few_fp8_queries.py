@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.problem import DENSE, VARLEN
+from cute_kernels.window import NO_LIMIT
 from hopper.config import SMEM_BYTES, validate_forward_config
 from hopper.field_checks import GROUPS
+from hopper.forward.fp8.changes import Changes
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.tilings import (
     FEW_QUERIES,
@@ -22,6 +24,7 @@ from hopper.forward.fp8.tilings import (
     select_fp8_few_queries_config,
     select_fp8_forward_config,
 )
+from hopper_attention.masks import UNLIMITED
 from hopper_attention.packed_quantized import PackedQuantizedQKV
 from hopper_attention.quantized import E4M3, QuantizedQKV
 from hopper_attention.quantizers import from_descales
@@ -192,6 +195,33 @@ def test_keys_in_parts(
     check((out, lse.transpose(1, 2)), attention_naive(*values, causal=causal, softmax_scale=0.05))
 
 
+@pytest.mark.parametrize(
+    "group,sides,splits",
+    [
+        (4, (60, 9), 0),
+        (5, (100, NO_LIMIT), 0),
+        (4, (NO_LIMIT, NO_LIMIT, 100), 0),
+        (1, (70, 0), 3),
+        (8, (130, 20), 2),
+    ],
+)
+def test_heads_and_parts_in_a_window(group: int, sides: tuple[int, ...], splits: int) -> None:
+    """A row's window is that of its query, wherever in the tile its head stands."""
+    parts, values = draw(128, (29, 290), group)
+    changes = Changes(window=True, chunk=len(sides) == 3)
+    config = select_fp8_few_queries_config(
+        128, 128, False, "bfloat16", group, 64, split=splits > 0, changes=changes
+    )
+    if splits:
+        found, lse = merged(*fp8_parts_on_numpy(config, parts, 0.05, splits, 3, LATE, sides=sides))
+        lse = lse.transpose(1, 2)
+    else:
+        found, lse = fp8_forward_on_numpy(config, parts, 0.05, LATE, sides)
+    left, right = (UNLIMITED if side == NO_LIMIT else side for side in sides[:2])
+    window = {"window_left": left, "window_right": right, "attention_chunk": sum(sides[2:])}
+    check((found, lse), attention_naive(*values, softmax_scale=0.05, **window))
+
+
 LENGTHS = [(21, 200), (0, 40), (9, 0), (1, 1), (5, 330)]
 TAIL = (7, 13)
 PACKED = [
@@ -220,15 +250,17 @@ def draw_packed(head_dim: int, group: int) -> tuple[PackedQuantizedQKV, Packing]
     return with_descales(packing, (2 * group, 2), head_dim), packing
 
 
-def check_packed(found: tuple[Tensor, Tensor], parts: PackedQuantizedQKV, causal: bool) -> None:
-    """Each sequence alone; rows of none are 0 and -inf."""
+def check_packed(
+    found: tuple[Tensor, Tensor], parts: PackedQuantizedQKV, causal: bool, left: int = UNLIMITED
+) -> None:
+    """Each sequence alone, of whose keys ``left`` before a query's own are visible; rows of none are 0 and -inf."""
     out, lse = found
     exact = torch.zeros(out.shape, dtype=torch.float64)
     exact_lse = torch.full(lse.shape, -math.inf, dtype=torch.float64)
     for (rows, keys), one in parts.sequences():
         if rows.start < rows.stop and keys.start < keys.stop:
             values = (x.dequantize(torch.float32) for x in (one.q, one.k, one.v))
-            of_one = attention_naive(*values, causal=causal)
+            of_one = attention_naive(*values, causal=causal, window_left=left)
             exact[rows.slice], exact_lse[:, rows.slice] = of_one[0][0], of_one[1][0]
     check((out[None], lse[None]), (exact[None], exact_lse[None]))
 
@@ -259,3 +291,20 @@ def test_keys_of_packed_sequences_in_parts(
     found = packed_fp8_parts_on_numpy(config, parts, plan, head_dim**-0.5, splits, 3, LATE)
     out, lse = merged(*(x[:, 0] for x in found))
     check_packed((out, lse.T), parts, causal)
+
+
+@pytest.mark.parametrize("group,splits", [(4, 0), (5, 0), (1, 3), (8, 2)])
+def test_packed_heads_and_parts_in_a_window(group: int, splits: int) -> None:
+    parts, packing = draw_packed(128, group)
+    config = select_fp8_few_queries_config(
+        128, 128, True, "bfloat16", group, 64, splits > 0, VARLEN, changes=Changes(window=True)
+    )
+    plan, sides = packing.plan(config.tile_queries), (50, 0)
+    if splits:
+        found = packed_fp8_parts_on_numpy(config, parts, plan, 128**-0.5, splits, 3, LATE, sides=sides)
+        out, lse = merged(*(x[:, 0] for x in found))
+        check_packed((out, lse.T), parts, True, 50)
+    else:
+        check_packed(
+            packed_fp8_forward_on_numpy(config, parts, plan, 128**-0.5, 3, LATE, sides), parts, True, 50
+        )
