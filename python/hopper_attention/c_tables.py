@@ -192,7 +192,6 @@ class Fp8Kind:
         (head_dim, head_dim_v), dtype = self.dims, self.dtype
         is_packed = self.layout == VARLEN
         of_blocks = PACKED_SEQLEN if is_packed else seen
-        seen = ANY_LENGTH if is_packed and self.mask[0] else seen
         block_k = default_block_k(head_dim, head_dim_v, of_blocks, self.two_level, self.causal)
         quantizer = QuantizeConfig(
             dtype,

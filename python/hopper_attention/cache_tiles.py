@@ -17,7 +17,7 @@ from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from hopper.config import WARPGROUP_ROWS
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.decode_rules import select_decode, why_not_on_hopper
-from hopper_attention.few_e4m3_times import FEW_CACHED, swapped_cost
+from hopper_attention.few_e4m3_times import FEW_CACHED, SWAPPED_OF_CACHE, swapped_cost
 from hopper_attention.few_queries import (
     NOT_FEW,
     FewQueries,
@@ -144,7 +144,7 @@ def _tiles_of(call: CacheCall) -> FewQueries:
         if call.num_splits:
             found = [(cost, few) for cost, few in found if few.splits <= call.num_splits]
         if is_decoded and select_decode(call).is_swapped:
-            found.append((swapped_cost(shape, keys), FewQueries(call)))
+            found.append((swapped_cost(shape, keys, SWAPPED_OF_CACHE), FewQueries(call)))
         return min(found, key=lambda each: each[0])[1]
     few = fastest_forward(replace(call, shape=packed), keys, _groups_of(call), CACHE_FORWARD)
     if 0 < call.num_splits < few.splits:

@@ -79,6 +79,10 @@ USUAL_KEYS = {64: 0.0069, 128: 0.0095, 256: 0.0124}
 SWAPPED = DecodeTimes(4.0, 1.75, 0.0098)
 """Of the decode kernel, for so few rows that it multiplies them as operand B."""
 
+SWAPPED_OF_CACHE = DecodeTimes(4.0, 2.0, 0.0075)
+"""The same of calls on a cache, by its room for keys: of fewer the decode kernel has less to do, as it shares them out,
+where the longest tile decides for others (``fp8_cache_ways.json``)."""
+
 SWAPPED_OF_PACKED = {8: DecodeTimes(6.0, 1.7, 0.007), 16: DecodeTimes(9.0, 1.7, 0.007)}
 """The same of packed sequences, by the rows of that operand."""
 
@@ -105,9 +109,8 @@ def usual_cost(shape: CacheShape, mean_k: float) -> float:
     return times.start + turns * (times.tile + columns) + keys * USUAL_KEYS[native_size(shape)]
 
 
-def swapped_cost(shape: CacheShape, mean_k: float) -> float:
+def swapped_cost(shape: CacheShape, mean_k: float, times: DecodeTimes = SWAPPED) -> float:
     """Of the decode kernel."""
-    times = SWAPPED
     if shape.is_packed_q:
         times = SWAPPED_OF_PACKED[min(rows for rows in SWAPPED_OF_PACKED if rows >= shape.rows_a_kv_head)]
     tiles = shape.batch * shape.kv_heads / MULTIPROCESSORS

@@ -204,7 +204,8 @@ def has_e4m3_tiles(shape: CacheShape) -> bool:
 
 def keys_that_count(shape: CacheShape, mask: MaskSpec) -> int:
     """Keys that a tile visits, at most: those that its queries see."""
-    return min(shape.seqlen_k, mask.most_keys(shape.seqlen_k) + min(shape.seqlen_q, FORWARD_ROWS))
+    seen = mask.most_keys(shape.seqlen_k, shape.seqlen_q)
+    return min(shape.seqlen_k, seen + min(shape.seqlen_q, FORWARD_ROWS))
 
 
 def fastest_in_e4m3(call: CacheCall, mean_k: float) -> FewQueries:

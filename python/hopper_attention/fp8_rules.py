@@ -169,11 +169,11 @@ class KeysOfPacked(NamedTuple):
     def of(
         cls, q_sizes: tuple[int, int], lengths: tuple[int, int], mask: MaskSpec, without_lse: bool
     ) -> KeysOfPacked:
-        """``q_sizes`` are rows and heads of Q. A window leaves its own number of keys, and is not asked for it."""
+        """``q_sizes`` are rows and heads of Q."""
         total_q, heads = q_sizes
         longest_q, longest_k = classes_of_lengths(*lengths)
         if mask.has_window:
-            return cls(ANY_LENGTH, False)
+            return cls(longest_alike(mask.most_keys(longest_k)), False)
         rows = queries_that_count(total_q, longest_q, longest_k, mask.causal)
         return cls(longest_k, without_lse and are_few_tiles(heads, rows, mask.causal))
 
@@ -209,7 +209,7 @@ def packed_problem(
         checks.FP8_OUT_DTYPE,
         *head_dims,
         mask.causal,
-        known.longest_k if half else ANY_LENGTH,
+        known.longest_k if half or mask.has_window else ANY_LENGTH,
         has_window=mask.has_window,
         has_chunk=mask.attention_chunk > 0,
         is_packed=True,

@@ -10,7 +10,9 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from hopper_attention import cache_again
 from hopper_attention.api import Window
+from hopper_attention.cache_again import CacheGiven
 from hopper_attention.checks import FULL_WINDOW, Result
 from hopper_attention.kvcache_again import decode_again, remember
 from hopper_attention.kvcache_call import CacheExtras, read_call
@@ -260,14 +262,19 @@ def flash_attn_with_kvcache(
         backend,
         hadamard,
     )
-    decoded = None
+    decoded = on_cache = None
     if (
         k is v is qv is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is cu_seqlens_k_new
-        is rotary_seqlens is q_descale is sinks is alibi_slopes is out is None
+        is rotary_seqlens is alibi_slopes is out is None
     ):  # fmt: skip
         caches, lists = (q, k_cache, v_cache), (cache_seqlens, page_table, cu_seqlens_q)
-        decoded = (*caches, *lists, k_descale, v_descale, scheduler_metadata)
-        found = decode_again(decoded, options)
+        found = None
+        if q_descale is sinks is None:
+            decoded = (*caches, *lists, k_descale, v_descale, scheduler_metadata)
+            found = decode_again(decoded, options)
+        if found is None and scheduler_metadata is None:
+            on_cache = CacheGiven(*caches, *lists, q_descale, k_descale, v_descale, sinks)
+            found = cache_again.attend(on_cache, options)
         if found is not None:
             return found
     given = CacheTensors(
@@ -297,6 +304,8 @@ def flash_attn_with_kvcache(
         result, lse = serve_whole(call, tensors, scores, out)
         if decoded is not None:
             remember(decoded, options, checked)
+        if on_cache is not None:
+            cache_again.remember(on_cache, options, checked)
     else:
         result, lse = call_operator(call, tensors, scores)
         if out is not None:

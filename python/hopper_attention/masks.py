@@ -98,9 +98,12 @@ class MaskSpec:
         """All beside ``causal``, as operators and launchers take it."""
         return self.window_left, self.window_right, self.attention_chunk
 
-    def most_keys(self, seqlen_k: int) -> int:
-        """Of so many keys, those that a query sees at most."""
+    def most_keys(self, seqlen_k: int, seqlen_q: int = UNLIMITED) -> int:
+        """Of so many keys, those that a query sees at most. Behind a query's own key lie no more than those of the
+        queries behind it, where it is known of how many it is one."""
         right = 0 if self.causal else self.window_right
+        if right == UNLIMITED and seqlen_q != UNLIMITED:
+            right = max(seqlen_q, 1) - 1
         most = min(seqlen_k, self.attention_chunk or seqlen_k)
         if UNLIMITED in (self.window_left, right):
             return most

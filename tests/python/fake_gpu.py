@@ -12,6 +12,7 @@ import torch
 from torch._C._dynamo import guards
 
 from hopper_attention import (
+    cache_again,
     cache_tiles,
     compile_cache,
     dense_again,
@@ -74,6 +75,7 @@ REMEMBERING = (
     addition,
     append,
     backward,
+    cache_again,
     cache_copy,
     cache_tiles,
     combine,

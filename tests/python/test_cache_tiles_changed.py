@@ -88,7 +88,10 @@ def test_keys_that_count(dtype: torch.dtype) -> None:
         assert keys_of({"queries": queries, "dtype": dtype} | options) == keys
     both = {"causal": False, "window_size": (100, 20), "dtype": dtype}
     assert keys_of(both) == 121 + 40
-    assert keys_of(both | {"window_size": (100, -1)}) == 65536
+    assert keys_of(both | {"window_size": (100, -1)}) == 101 + 39 + 40
+    # A single query is the last, behind which there is none, whatever its right side is.
+    for window in ((100, 0), (100, 20), (100, -1)):
+        assert keys_of({"queries": 1, "dtype": dtype, "window_size": window}) == 101 + 1
 
 
 SINKS = torch.tensor([0.5, -math.inf, 6.0, -1.0])

@@ -299,7 +299,7 @@ def test_a_window_and_rows_of_v_choose_other_kernels(recorder: Recorder) -> None
     e4m3 = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
     flash_attn_varlen_func(*e4m3, **lengths_of(case))
     windowed, rows = recorder.configs
-    assert windowed.window and windowed.softmax is Softmax.HALF_SCORES and windowed.layout == "varlen"
+    assert windowed.window and windowed.softmax is Softmax.EAGER and windowed.layout == "varlen"
     assert rows.v_rows and rows.layout == "varlen"
     given = [(9, 3, None), (10, NO_LIMIT, None), (None, None, None)]
     assert [call[14:17] for call in recorder.calls] == given
@@ -354,7 +354,7 @@ def test_explain_packed_16_bit_tensors() -> None:
     config = plan.attention.config
     assert plan.quantizer == "fused" and plan.quantizer_config is not None
     assert plan.quantizer_config.layout == "varlen" and plan.quantizer_config.block_k == config.tile_n
-    assert config.layout == "varlen" and config.window and config.softmax is Softmax.HALF_SCORES
+    assert config.layout == "varlen" and config.window and config.softmax is Softmax.EAGER
     assert "none for two sequences" in str(plan) and "window: a query sees 9 of the keys" in str(plan)
     older = explain_fp8(q, k, v, device_capability=(8, 0), **named)
     assert older.quantizer == "torch" and older.attention.backend == "ampere"

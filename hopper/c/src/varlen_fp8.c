@@ -33,7 +33,8 @@ static ha_status make_plan(ha_varlen_params *own, const ha_varlen_params *given,
   if (status == HA_SUCCESS) status = ha_check_no_scores("ha_varlen_fp8", &own->scores);
   if (status != HA_SUCCESS) return status;
   const fp8_kind kind = {own->dtype, LAYOUT_VARLEN, {own->head_dim, own->head_dim_v}, own->fp8_two_level != 0};
-  made->row = ha_select_fp8(&kind, &made->problem.mask, false, own->max_seqlen_k);
+  const int64_t seen = ha_most_keys(&made->problem.mask, own->max_seqlen_k);
+  made->row = ha_select_fp8(&kind, &made->problem.mask, false, seen);
   if (!made->row) return HA_ERROR_NOT_SUPPORTED;
   const packed_rows rows = ha_rows_of(own);
   status = ha_count_plan(&rows, own->heads, made->row->tile_m, &made->words);

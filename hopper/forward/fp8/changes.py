@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 
 from hopper.forward.fp8.config import Fp8ForwardConfig
 
+KEYS_IN_A_WINDOW = 2
+"""So many times as many under a causal mask alone are as much work: there a query sees half of its keys by the mean, in
+a window nearly all."""
+
 
 @dataclass(frozen=True)
 class Changes:

@@ -16,7 +16,7 @@ from hopper.config import (
     Registers,
     validate_forward_config,
 )
-from hopper.forward.fp8.changes import NO_CHANGES, Changes
+from hopper.forward.fp8.changes import KEYS_IN_A_WINDOW, NO_CHANGES, Changes
 from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.native import BETWEEN, Native, fitted, native_of, native_size, with_used_columns
 from hopper.forward.tilings import (
@@ -340,7 +340,6 @@ FP8_HALF_ROW_QUERIES = {
 """The same for ``FP8_HALF_ROW_TILINGS``, and by causal (`fp8_drop_in_rows.json`). Shared memory sets the limit: at
 head_dim 256 a block of 128 keys takes 2048 cycles of products and 1792 of shared memory, and 512 to be transposed."""
 
-
 FP8_LONE_HALF_ROW_QUERIES = {**FP8_HALF_ROW_QUERIES, (256, True): 1280}
 """The same where no heads share K and V, which a kernel ahead reads and writes for each (`fp8_short_ends.json`)."""
 
@@ -436,6 +435,7 @@ def select_fp8_forward_config(
         )
     native = native_of(head_dim, head_dim_v, exact_lse or two_level)
     size, is_packed = native.tiles, layout == VARLEN
+    seqlen_k *= KEYS_IN_A_WINDOW if window and causal else 1
     if exact_lse:
         any_width = FP8_EXACT_LSE_TILINGS[size]
         tilings = tuple(t for t in any_width if not two_level or t.tile_n <= EXACT_TWO_LEVEL_KEYS)

@@ -97,7 +97,7 @@ class CacheTilesLauncher(Launcher):
             table = device_memory.multiples(call.shape.batch, 1, device)[:, None]
         return table, device_memory.no_lengths(device) if leftpad is None else leftpad
 
-    def _sides(self, call: CacheCall) -> tuple[int | None, ...]:
+    def sides_of(self, call: CacheCall) -> tuple[int | None, ...]:
         """Those of the window, as the kernel takes them."""
         return kernel_sides(*call.mask.sides) if self.config.window else NO_SIDES
 
@@ -108,7 +108,7 @@ class CacheTilesLauncher(Launcher):
         shape = call.shape
         changes = scores.for_kernel(shape.batch, shape.heads)
         of_plan = plan, shape.batch + 1
-        return call.softmax_scale, *self._sides(call), *of_plan, *self._pages(call, tensors), *changes
+        return call.softmax_scale, *self.sides_of(call), *of_plan, *self._pages(call, tensors), *changes
 
     def _of_codes(
         self, call: CacheCall, tensors: CacheTensors, plan: Tensor, scores: Scores
@@ -118,7 +118,7 @@ class CacheTilesLauncher(Launcher):
         groups = shape.heads // (self.config.group * shape.kv_heads)
         descales = tensors.q_descale, tensors.k_descale, tensors.v_descale
         scales = scales_of_heads(descales, (shape.batch, shape.kv_heads, groups), shape.device)
-        sides, changes = self._sides(call), changes_for_fp8(scores)
+        sides, changes = self.sides_of(call), changes_for_fp8(scores)
         if self.config.page_box:
             return *scales, call.softmax_scale, *sides, *of_plan, *self._pages(call, tensors), *changes
         blocks = ONE_PER_SEQUENCE, ONE_PER_SEQUENCE
