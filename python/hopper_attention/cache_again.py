@@ -1,8 +1,8 @@
 """Calls on a cache like an earlier one that ``kvcache_again`` leaves out: by tiles of the forward kernels, with queries
 of e4m3, and with sinks.
 
-Tiles are a plan, attention and what adds up parts, which are one script here. The decode kernel is one launch, and gets
-its arguments without the call being read again.
+Tiles, of several heads or of one, are a plan, attention and what adds up parts, which are one script here. The decode
+kernel is one launch, and gets its arguments without the call being read again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hopper.decode.config import DecodeConfig
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.cache_tiles import pages_of_a_sequence
-from hopper_attention.checks import FP8_DTYPE, Result
+from hopper_attention.checks import FP8_DTYPE, Result, TensorSpec
 from hopper_attention.descaled_again import Places, distinct, scale_at
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.features import is_constant
@@ -30,6 +30,7 @@ from hopper_attention.launch.cache_tiles import CacheTilesLauncher, find_tiles
 from hopper_attention.launch.decode import DecodeLauncher, find_decode, is_aligned
 from hopper_attention.launch.kvcache import find_way
 from hopper_attention.launch.packed_forward import OF_QUERIES
+from hopper_attention.launch.paged_forward import CacheSpecs, find_paged_launch
 from hopper_attention.launch.split_forward import SplitSizes, merge_in_script
 from hopper_attention.layout import TMA_BYTES, make_addressable, make_packed_addressable, new_layout
 from hopper_attention.like_calls import Remembered, may_be_like
@@ -48,8 +49,8 @@ class CacheGiven(NamedTuple):
     q: Any
     k_cache: Any
     v_cache: Any
-    cache_seqlens: Any
     page_table: Any
+    cache_seqlens: Any
     cu_seqlens_q: Any
     q_descale: Any
     k_descale: Any
@@ -64,8 +65,8 @@ class CacheGiven(NamedTuple):
 class CacheLists(NamedTuple):
     """Of a call's tensors those behind descales: lengths, and what else there is."""
 
-    cache_seqlens: Any
     page_table: Any
+    cache_seqlens: Any
     cu_seqlens_q: Any
     sinks: Any
 
@@ -115,7 +116,7 @@ class DecodedCall:
             descales = tuple([self.ones if place is None else tensors[place] for place in self.places])
             if not self.launcher.takes_e4m3_queries:
                 descales = None, *descales[1:]
-        lengths, table, starts, sinks = lists
+        table, lengths, starts, sinks = lists
         of_lists = lengths, table, None, starts
         out, lse = self.launcher.launch((q,), k, v, *of_lists, self.softcap, sinks, descales)
         return (out, lse) if self.launcher.wants_lse else out
@@ -153,7 +154,7 @@ def remember(given: CacheGiven, options: tuple[Any, ...], checked: CheckedCall) 
     compared, group = (*tensors, *lists.present), _group_of(places, lists, options)
     if read.q is not given.q or not is_constant(options[WINDOW]) or scores.alibi_slopes is not None:
         return
-    if any(type(x) is not Tensor or x.requires_grad for x in compared):
+    if any(type(x) is not Tensor or x.requires_grad or not x.numel() for x in compared):
         return
     table, key = given.page_table, (given.q.shape, given.k_cache.shape, *group)
     is_odd = (
@@ -169,8 +170,9 @@ def remember(given: CacheGiven, options: tuple[Any, ...], checked: CheckedCall) 
     found: TilesCall | DecodedCall | None = None
     if way == "decode" and is_left_out:
         found = _decoded(call, tensors, places, scores.softcap or None)
-    elif way == "tiles" and not call.wants_lse:
-        found = _scripted(call, tensors, places, lists, scores.softcap or None)
+    elif way in ("tiles", "paged") and not call.wants_lse and call.shape.seqlen_q:
+        launcher = find_tiles(call) if way == "tiles" else _paged(call, tensors, lists)
+        found = _scripted(call, launcher, tensors, places, lists, scores.softcap or None)
     if found is not None:
         remembered.keep(key, found, *compared)
 
@@ -197,11 +199,26 @@ def _decoded(
     return DecodedCall(launcher, places, is_e4m3, ones, softcap)
 
 
+def _paged(call: CacheCall, tensors: tuple[Any, ...], lists: CacheLists) -> CacheTilesLauncher:
+    """Tiles of a head each, in one part."""
+    q, k, v = map(TensorSpec.of, tensors[:3])
+    table, lengths, starts, _ = (None if x is None else TensorSpec.of(x) for x in lists)
+    specs, mask = CacheSpecs(q, k, v, table, lengths, None, starts), call.mask
+    window = mask.has_window, mask.attention_chunk > 0
+    found, repairs = find_paged_launch(specs, mask.causal, window, call.scores, call.sm_margin)
+    made = found.device_index, found.config, found.kernel, found.planner, found.num_ctas
+    return CacheTilesLauncher(*made, splits=1, combine=(), repairs=repairs)
+
+
 def _scripted(
-    call: CacheCall, tensors: tuple[Any, ...], places: Places, lists: CacheLists, softcap: float | None
+    call: CacheCall,
+    launcher: CacheTilesLauncher,
+    tensors: tuple[Any, ...],
+    places: Places,
+    lists: CacheLists,
+    softcap: float | None,
 ) -> TilesCall | None:
-    """The same by tiles."""
-    launcher = find_tiles(call)
+    """What serves calls like ``call`` with these tensors by ``launcher``, if its kernel gets them as they are."""
     q, *caches = (x if x.dim() == 3 else x.flatten(0, 1) for x in tensors[:3])
     is_as_given = all(x.data_ptr() == y.data_ptr() for x, y in zip((q, *caches), tensors[:3], strict=True))
     repaired = (repair.apply(x) is x for repair, x in zip(launcher.repairs, tensors[K : V + 1], strict=True))

@@ -273,7 +273,8 @@ def flash_attn_with_kvcache(
             decoded = (*caches, *lists, k_descale, v_descale, scheduler_metadata)
             found = decode_again(decoded, options)
         if found is None and scheduler_metadata is None:
-            on_cache = CacheGiven(*caches, *lists, q_descale, k_descale, v_descale, sinks)
+            tables = page_table, cache_seqlens, cu_seqlens_q
+            on_cache = CacheGiven(*caches, *tables, q_descale, k_descale, v_descale, sinks)
             found = cache_again.attend(on_cache, options)
         if found is not None:
             return found

@@ -118,6 +118,8 @@ def tensors(
 TILES = FewQueries(None, 2, 1, tile_rows=64)
 PARTS = FewQueries(None, 2, 3, tile_rows=64)
 OF_16_BITS = FewQueries(None, 2, 2, split_rows=8)
+OF_A_HEAD = FewQueries()
+"""In 16 bits those of calls with many queries."""
 
 CASES: dict[str, tuple[FewQueries | None, dict[str, Any], dict[str, Any]]] = {
     "tiles": (TILES, {}, {"causal": True}),
@@ -132,6 +134,13 @@ CASES: dict[str, tuple[FewQueries | None, dict[str, Any], dict[str, Any]]] = {
     "tiles of 16 bits": (OF_16_BITS, {"dtype": BF16}, {"causal": True}),
     "tiles of 16 bits on pages": (OF_16_BITS, {"dtype": BF16, "page_size": 32}, {"causal": True}),
     "tiles of 16 bits with a softcap": (OF_16_BITS, {"dtype": BF16}, {"softcap": 15.0}),
+    "a tile for each head": (OF_A_HEAD, {"dtype": BF16}, {"causal": True, "softcap": 15.0}),
+    "a tile for each head, in a window": (
+        OF_A_HEAD,
+        {"dtype": BF16, "page_size": 16},
+        {"window_size": (9, 0)},
+    ),
+    "a tile for each head of packed queries": (OF_A_HEAD, {"dtype": BF16, "packed": True}, {"causal": True}),
     "decoding": (None, {"queries": 1}, {}),
     "decoding with one descale": (None, {"queries": 1, "descales": "one"}, {"softcap": 20.0}),
     "decoding without descales": (None, {"queries": 2, "descales": "none"}, {"causal": True}),

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from hopper.forward.fp8.config import Fp8ForwardConfig
 
-KEYS_IN_A_WINDOW = 2
-"""So many times as many under a causal mask alone are as much work: there a query sees half of its keys by the mean, in
-a window nearly all."""
+MORE_IN_A_WINDOW = 3
+"""Of keys in a window one of so many counts once more than under a causal mask alone, of which a query sees half
+by the mean (`fp8_packed_windows.json`)."""
 
 
 @dataclass(frozen=True)

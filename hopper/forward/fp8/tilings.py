@@ -16,7 +16,7 @@ from hopper.config import (
     Registers,
     validate_forward_config,
 )
-from hopper.forward.fp8.changes import KEYS_IN_A_WINDOW, NO_CHANGES, Changes
+from hopper.forward.fp8.changes import MORE_IN_A_WINDOW, NO_CHANGES, Changes
 from hopper.forward.fp8.config import FP8_DTYPE, Fp8ForwardConfig, Softmax
 from hopper.forward.fp8.native import BETWEEN, Native, fitted, native_of, native_size, with_used_columns
 from hopper.forward.tilings import (
@@ -189,7 +189,6 @@ shorter documents, and calls whose means change take longer. At head_dim 64 six 
 
 NARROW_KEYS = 64
 """Keys of a tile that is slower than wider ones, but divides most blocks."""
-
 
 FEW_ROWS = {
     head_dim: wide_rows(eager, 128, 128, 3, polynomial_pairs=3, registers=TWO_CONSUMERS_TRANSPOSING)
@@ -435,7 +434,8 @@ def select_fp8_forward_config(
         )
     native = native_of(head_dim, head_dim_v, exact_lse or two_level)
     size, is_packed = native.tiles, layout == VARLEN
-    seqlen_k *= KEYS_IN_A_WINDOW if window and causal else 1
+    if window and causal and size < MAX_HEAD_DIM:
+        seqlen_k += seqlen_k // MORE_IN_A_WINDOW
     if exact_lse:
         any_width = FP8_EXACT_LSE_TILINGS[size]
         tilings = tuple(t for t in any_width if not two_level or t.tile_n <= EXACT_TWO_LEVEL_KEYS)
