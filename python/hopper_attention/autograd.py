@@ -215,11 +215,11 @@ def _forward_varlen_by(
     launch: VarlenLaunch,
     passes: Passes[PackedGradientCall],
 ) -> tuple[Tensor, Tensor]:
-    """``varlen_ops.forward_varlen`` without a window, of scores that nothing changes, by what serves them; ``passes``
-    are those of calls like it."""
+    """``varlen_ops.forward_varlen`` of scores that nothing changes, by what serves them; ``passes`` are those of calls
+    like it."""
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    bounds = max_seqlen_q, max_seqlen_k
-    out, lse = launch(q, k, v, *lengths, *bounds, passes.options.softmax_scale, *FULL_SIDES, True)
+    bounds, options = (max_seqlen_q, max_seqlen_k), passes.options
+    out, lse = launch(q, k, v, *lengths, *bounds, options.softmax_scale, *options.sides, True)
     ctx.bounds, ctx.passes = bounds, passes
     ctx.save_for_backward(q, k, v, out, lse, *lengths)
     ctx.set_materialize_grads(False)

@@ -219,21 +219,17 @@ def flash_attn_varlen_func(
     of_scores = packed_descaled_again.NO_CHANGES
     if sinks is not None or features.is_given(softcap, 0.0):
         of_scores = softcap, sinks
-    is_bare = (
-        may_be_8
-        and of_scores is packed_descaled_again.NO_CHANGES
-        and features.is_full(window_size)
-        and not features.is_given(attention_chunk, 0)
-    )
+    is_bare = may_be_8 and of_scores is packed_descaled_again.NO_CHANGES
+    window = window_size, attention_chunk
     has_descales = q_descale is not None or k_descale is not None or v_descale is not None
     if is_bare and not has_descales:
-        found = varlen_again.find_again(q, k, v, lengths, again)
+        found = varlen_again.find_again(q, k, v, lengths, again, window)
         if found is not None:
             results = found((q, k, v), lengths, softmax_scale, again)
             return results if return_attn_probs else results[0]
     descales = (q_descale, k_descale, v_descale)
     flags_8 = causal, deterministic, backend, sm_margin, return_attn_probs, exact_lse
-    again_8 = flags_8, (window_size, attention_chunk)
+    again_8 = flags_8, window
     if may_be_8 and (has_descales or getattr(q, "dtype", None) == FP8_DTYPE):
         of_call_8 = q, k, v, descales, lengths, softmax_scale
         found_8 = packed_descaled_again.attend(*of_call_8, *again_8, of_scores)
@@ -270,12 +266,12 @@ def flash_attn_varlen_func(
         flags = mask.causal, backend, sm_margin, return_attn_probs
         results = run_varlen(q, k, v, lengths, softmax_scale, *flags, mask.sides, scores)
         if is_bare:
-            varlen_again.remember((q, k, v), lengths, again, records_gradient=False)
+            varlen_again.remember((q, k, v), lengths, again, window, records_gradient=False)
     else:
         of_fp8 = exact_lse, return_attn_probs
         results = _call_operator(q, k, v, lengths, softmax_scale, descales, options, of_fp8)
         if is_bare and q.is_cuda and is_plain_16_bit_call(q, k, v):
-            varlen_again.remember((q, k, v), lengths, again, records_gradient=True)
+            varlen_again.remember((q, k, v), lengths, again, window, records_gradient=True)
         elif may_be_8 and q.dtype == FP8_DTYPE:
             checked_8 = mask, backend, sm_margin, return_attn_probs, exact_lse
             packed_descaled_again.remember((q, k, v), descales, lengths, *again_8, checked_8, of_scores)

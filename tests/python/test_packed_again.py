@@ -43,10 +43,13 @@ CASES: dict[str, dict[str, Any]] = {
     "queries used": {"seqused_q": int32(3, 4)},
     "both used": {"seqused_q": int32(3, 4), "seqused_k": int32(5, 6)},
     "window": {"window_size": (7, 0)},
+    "both sides of a window": {"window_size": (7, 3)},
+    "chunks": {"attention_chunk": 8, "causal": True},
     "deterministic": {"deterministic": True},
 }
-SCRIPTED_FORWARD = {"one list of lengths", "two", "deterministic"}
-SCRIPTED = {"one list of lengths", "two", "queries used", "window"}
+OF_WINDOWS = {"window", "both sides of a window", "chunks"}
+SCRIPTED_FORWARD = {"one list of lengths", "two", "deterministic"} | OF_WINDOWS
+SCRIPTED = {"one list of lengths", "two", "queries used"} | OF_WINDOWS
 """Of which all launches are made at once; where keys are unused, or sums have an order, something is filled before."""
 
 

@@ -18,12 +18,14 @@ from hopper_attention.launch.base import NO_PAGES, NO_SIDES, current_device
 from hopper_attention.launch.packed_forward import NO_CHANGES, OF_QUERIES, PackedForwardLauncher
 from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.lengths import Lengths
+from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyPackedLaunch:
-    """A ``varlen.VarlenLaunch`` without a window, of tensors of the same sizes and strides in every call: ``script``
-    makes the plan, in memory for ``work``, and launches the kernel. ``launcher`` serves where they cannot."""
+    """A ``varlen.VarlenLaunch`` with the window of its call, of tensors of the same sizes and strides in every call:
+    ``script`` makes the plan, in memory for ``work``, and launches the kernel. ``launcher`` serves where they
+    cannot."""
 
     launcher: PackedForwardLauncher
     out: Facts
@@ -34,17 +36,21 @@ class ReadyPackedLaunch:
 
     @classmethod
     def of(
-        cls, launcher: PackedForwardLauncher, tensors: tuple[Tensor, Tensor, Tensor], lengths: Lengths
+        cls,
+        launcher: PackedForwardLauncher,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        lengths: Lengths,
+        sides: Sides = FULL_SIDES,
     ) -> ReadyPackedLaunch | None:
-        """That of calls with tensors like these; None where something is filled before the launch, a tensor is to be
-        copied, or the kernel is none of Hopper's."""
+        """That of calls with tensors like these, and a mask of these sides; None where something is filled before the
+        launch, a tensor is to be copied, or the kernel is none of Hopper's."""
         q, k, _ = tensors
         config, (total_q, heads, _), sequences = launcher.config, q.shape, lengths.cu_seqlens_q.shape[0]
         is_as_it_is = not repairs_for(*(TensorSpec.of(x.unsqueeze(0)) for x in tensors))
         if (
             not isinstance(config, ForwardConfig)
             or not launcher.num_ctas
-            or config.window
+            or config.window != (sides != FULL_SIDES)
             or lengths.seqused_q is not None
             or not is_as_it_is
         ):
@@ -56,7 +62,8 @@ class ReadyPackedLaunch:
         of_q, of_k, of_v, of_out, lse, plan, counter, scale, starts_q, starts_k, used_k = map(
             Given, range(11)
         )
-        behind = *NO_SIDES, plan, sequences, *NO_PAGES, *NO_CHANGES, launcher.num_ctas
+        of_window = kernel_sides(*sides) if config.window else NO_SIDES
+        behind = *of_window, plan, sequences, *NO_PAGES, *NO_CHANGES, launcher.num_ctas
         used = unused, unused if lengths.seqused_k is None else used_k
         of_plan = total_q, k.shape[0], config.tile_queries, OF_QUERIES
         steps = [
