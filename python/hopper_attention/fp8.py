@@ -8,7 +8,7 @@ tile by tile.
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,14 +17,13 @@ from hopper_attention import checks, packed_at_once, packed_parts_again, parts_a
 from hopper_attention.api import Window
 from hopper_attention.autocast import cast_inputs
 from hopper_attention.checks import FULL_WINDOW, Result
-from hopper_attention.features import is_full, is_given, resolve_packed_mask
+from hopper_attention.features import is_full, is_given, resolve_packed_mask, with_mask
 from hopper_attention.fp8_at_once import AtOnceCall, calls_at_once, find_at_once
 from hopper_attention.fp8_ops import Parts, attend_and_undo, attend_traced
 from hopper_attention.fp8_training import differentiable_fp8, quantizer_of, with_blocks_of_the_tile
 from hopper_attention.launch.fp8 import launch_for
 from hopper_attention.launch.packed_fp8 import attend_packed, find_packed_fp8, packed_problem_of
 from hopper_attention.lengths import Lengths
-from hopper_attention.masks import FULL_SIDES
 from hopper_attention.packed_fp8_plan import PackedCall
 from hopper_attention.packed_fp8_training import differentiable_packed_fp8
 from hopper_attention.packed_quantization import (
@@ -208,14 +207,15 @@ def flash_attn_fp8_func(
     is_packed = not (
         cu_seqlens_q is cu_seqlens_k is max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None
     )
-    has_no_window = is_full(window_size) and not is_given(attention_chunk, 0)
-    if has_no_window and is_packed:
+    window, masked = (window_size, attention_chunk), None
+    if is_packed:
         of_lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
-        results = packed_at_once.attend(given, of_lengths, quantization, softmax_scale, options)
+        results = packed_at_once.attend(given, of_lengths, quantization, softmax_scale, options, window)
         if results is not None:
             return results if return_attn_probs else results[0]
-    if has_no_window and not is_packed:
-        found = calls_at_once.find(*given, quantization, *options)
+    else:
+        masked = _with_mask_of(q, k, options, window)
+        found = None if masked is None else calls_at_once.find(*given, quantization, *masked)
         if found is not None:
             scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
             out, lse = found(q, k, v, scale, bool(return_attn_probs))
@@ -240,28 +240,26 @@ def flash_attn_fp8_func(
         result = _attend_packed((q, k, v), lengths, quantization, packed_scale, packed_call)
         # Not where autocast made others of them.
         is_same = given[0] is q and given[1] is k and given[2] is v
-        if has_no_window and is_same and is_plain_call(q, k, v) and not needs_gradient(q, k, v):
-            packed_at_once.remember((q, k, v), lengths, quantization, options, packed_call)
+        if is_same and is_plain_call(q, k, v) and not needs_gradient(q, k, v):
+            packed_at_once.remember((q, k, v), lengths, quantization, options, window, packed_call)
         return result
     is_plain = is_plain_call(q, k, v) and not needs_gradient(q, k, v)
-    if is_plain and has_no_window:
-        facts = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-        kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-        of_call = FULL_SIDES, backend, two_level, exact_lse, not return_attn_probs
-        launch = find_at_once(*facts, *kinds, quantization, causal, *of_call)
-        if launch is not None:
-            scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
-            out, lse = launch(q, k, v, scale, return_attn_probs)
-            # Not where autocast made others of them.
-            if given[0] is q and given[1] is k and given[2] is v:
-                calls_at_once.keep(
-                    lambda: AtOnceCall.of(launch, quantization, q.device), *given, quantization, *options
-                )
-            return (out, lse) if return_attn_probs else out
     shape = check_sources(q, k, v)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else checks.check_scale(softmax_scale)
     mask = resolve_packed_mask(causal, window_size, attention_chunk, shape.seqlen_q, shape.seqlen_k)
     if is_plain:
+        facts = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+        kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+        of_call = mask.sides, backend, two_level, exact_lse, not return_attn_probs
+        launch = find_at_once(*facts, *kinds, quantization, mask.causal, *of_call)
+        if launch is not None:
+            out, lse = launch(q, k, v, scale, return_attn_probs)
+            # Not where autocast made others of them.
+            if masked is not None and given[0] is q and given[1] is k and given[2] is v:
+                calls_at_once.keep(
+                    lambda: AtOnceCall.of(launch, quantization, q.device), *given, quantization, *masked
+                )
+            return (out, lse) if return_attn_probs else out
         head_dims = shape.head_dim, shape.head_dim_v
         c = with_blocks_of_the_tile(quantization, head_dims, shape.seqlen_k, two_level, mask)
         parts = quantize_here(q, k, v, c, quantizer_of(backend))
@@ -271,6 +269,17 @@ def flash_attn_fp8_func(
         call_16 = scale, mask.causal, quantization, backend, two_level, mask.sides, exact_lse
         out, lse = differentiable_fp8(q, k, v, *call_16, return_attn_probs or _may_need_lse(q, k, v))
     return (out, lse) if return_attn_probs else out
+
+
+def _with_mask_of(
+    q: Any, k: Any, options: tuple[Any, ...], window: tuple[Any, Any]
+) -> tuple[Any, ...] | None:
+    """``with_mask`` of dense tensors, if these are such."""
+    if is_full(window[0]) and not is_given(window[1], 0):
+        return options
+    if type(q) is not Tensor or type(k) is not Tensor or q.dim() != 4 or k.dim() != 4:
+        return None
+    return with_mask(options, window, q.shape[1], k.shape[1])
 
 
 def _may_need_lse(q: Tensor, k: Tensor, v: Tensor) -> bool:

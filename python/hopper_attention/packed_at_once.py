@@ -11,6 +11,7 @@ from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Piece, Pieces
+from hopper_attention.features import with_mask
 from hopper_attention.fp8_rules import classes_of_lengths
 from hopper_attention.launch import packed_quantize, value_mean
 from hopper_attention.launch.at_once import Given, Part, Step
@@ -21,6 +22,7 @@ from hopper_attention.launch.varlen import is_empty
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import Lengths
 from hopper_attention.like_calls import Remembered, may_be_like
+from hopper_attention.masks import Sides
 from hopper_attention.packed_fp8_plan import PackedCall, problem_of
 from hopper_attention.packed_quantization import with_packed_blocks
 from hopper_attention.packed_scripts import (
@@ -48,12 +50,15 @@ def attend(
     quantization: Any,
     softmax_scale: Any,
     options: tuple[Any, ...],
+    window: tuple[Any, Any],
 ) -> tuple[Tensor, Tensor] | None:
-    """out and lse of a call without a window on q, k and v, if one like it was made and ``serve`` can; else None.
+    """out and lse of a call on q, k and v, if one like it was made and ``serve`` can; else None.
 
     Args:
         given: where sequences lie, as ``Lengths``, unchecked.
-        options: all other arguments of the call, ``return_attn_probs`` second. They count with their types.
+        options: all other arguments of the call, causal first, ``return_attn_probs`` second. They count with their
+            types.
+        window: window_size and attention_chunk.
     """
     (q, k, v), lengths = tensors, Lengths(*given)
     longest_q, longest_k = lengths[4:]
@@ -61,7 +66,10 @@ def attend(
         return None
     if not (0 < longest_q <= MAX_SEQLEN and 0 < longest_k <= MAX_SEQLEN):
         return None
-    group = _group_of(lengths, quantization, options)
+    masked = with_mask(options, window, longest_q, longest_k)
+    if masked is None:
+        return None
+    group = _group_of(lengths, quantization, masked)
     call = find_again(remembered, group, q, k, v, *lengths.different)
     return serve(call, tensors, lengths, softmax_scale, bool(options[1]))
 
@@ -71,10 +79,11 @@ def remember(
     lengths: Lengths,
     quantization: Fp8Quantization,
     options: tuple[Any, ...],
+    window: tuple[Any, Any],
     checked: PackedCall,
 ) -> None:
-    """Let ``attend`` find a call that was made with these arguments, of plain tensors and without a window, if kernels
-    do all of it and take the tensors as they are."""
+    """Let ``attend`` find a call that was made with these arguments, of plain tensors, if kernels do all of it and take
+    the tensors as they are."""
     q, k, v = tensors
     compared = *tensors, *lengths.different
     if not q.is_cuda or any(type(x) is not Tensor or x.requires_grad for x in compared):
@@ -84,7 +93,10 @@ def remember(
         return
     if not 0 < min(lengths[4:]) <= max(lengths[4:]) <= MAX_SEQLEN or device_memory.is_capturing(q.device):
         return
-    key = q.shape, k.shape, *_group_of(lengths, quantization, options)
+    masked = with_mask(options, window, *lengths[4:])
+    if masked is None:
+        return
+    key = q.shape, k.shape, *_group_of(lengths, quantization, masked)
     if not remembered.comes_again(key) or any(make_packed_addressable(x) is not x for x in tensors):
         return
     if packed_quantize.why_not_fused_packed(q, k, v, lengths, c) or not remembered.has_room(key, *compared):
@@ -92,7 +104,9 @@ def remember(
     problem = problem_of(q, (k.shape[2], v.shape[2]), lengths, c, checked)
     launch = find_packed_fp8(problem, q.device, checked.backend, 0)
     if isinstance(launch, PackedFp8Launcher):
-        remembered.keep(key, _call_of(tensors, lengths, (quantization, c), launch), *compared)
+        remembered.keep(
+            key, _call_of(tensors, lengths, (quantization, c), launch, checked.mask.sides), *compared
+        )
 
 
 def _group_of(lengths: Lengths, quantization: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -123,8 +137,10 @@ def _call_of(
     lengths: Lengths,
     quantizations: tuple[Fp8Quantization, Fp8Quantization],
     launcher: PackedFp8Launcher,
+    sides: Sides,
 ) -> ScriptedCall:
-    """That of calls with tensors like these; of ``quantizations`` the first was given, the second has numbers."""
+    """That of calls with tensors like these and a mask of these sides; of ``quantizations`` the first was given, the
+    second has numbers."""
     (q, k, v), (given, c) = tensors, quantizations
     quantizer = packed_quantize.find(q.dtype, k.shape[2], v.shape[2], c, q.device)
     steps = PackedSteps.of(launcher, q, v.shape, lengths)
@@ -141,7 +157,7 @@ def _call_of(
     of_q, of_k, of_v = (_as_batch(work, number) for number in range(3, 6))
     ones = kept_argument(device_memory.unit_scales(batch + 1, kv_heads, device))
     blocks, filled = (quantizer.config.block_q, quantizer.config.block_k), (Given(OUT), Given(LSE))
-    attention = steps.attention(codes, filled, (of_q, of_k, of_v, ones), mean, blocks)
+    attention = steps.attention(codes, filled, (of_q, of_k, of_v, ones), mean, blocks, sides)
     if c.smooth_v:
         work = *work, packed_quantize.mean_piece(v.shape, batch)
     return steps.call([*before, steps.plan(), attention], work, q.dtype, kept=given)

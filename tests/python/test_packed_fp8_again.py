@@ -263,3 +263,21 @@ def test_parts_in_a_window(
     for window in [*WINDOWS, {"window_size": (3000, 3000)}]:
         of_call = named | window
         check(attend_to_parts(parts, **options_of(of_call)), exact_of_parts(parts, of_call))
+
+
+def test_16_bit_tensors_in_a_window(kernels: PartsKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantized and attended to in one script, each window by what was found for it."""
+    tensors, named = draw("different", 64, FP16)
+    for window in [*WINDOWS, {}]:
+        of_call = named | window
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="found anew"):
+            refuse_to_find(patch)
+            attend(*tensors, **of_call)
+        found = call_again(kernels, monkeypatch, partial(attend, *tensors, **of_call))
+        check(found, exact_of(tensors, of_call))
+        first, *again = kernels.calls[-3:]
+        assert first["config"].window == bool(window) and [x["sides"] for x in again] == [first["sides"]] * 2
+    refuse_to_find(monkeypatch)
+    for window in [*WINDOWS, {"window_size": (3000, 3000)}]:
+        of_call = named | window
+        check(attend(*tensors, **of_call), exact_of(tensors, of_call))
