@@ -263,6 +263,8 @@ def flash_attn_func(
             pack_gqa=pack_gqa,
         )
         causal, sides = mask.causal, mask.sides
+        if sinks is not None and getattr(q, "dtype", None) == FP8_DTYPE:
+            sinks = features.sinks_in_float32(q, sinks)
         scores = features.resolve_scores(softcap, alibi_slopes, sinks)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
         scores = features.with_functions(scores, score_mod, mask_mod, block_mask, qv)

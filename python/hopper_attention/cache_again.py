@@ -1,5 +1,5 @@
 """Calls on a cache like an earlier one that ``kvcache_again`` leaves out: by tiles of the forward kernels, with queries
-of e4m3, and with sinks.
+of e4m3, with sinks, and with one tensor for both descales of a cache.
 
 Tiles, of several heads or of one, are a plan, attention and what adds up parts, which are one script here. The decode
 kernel is one launch, and gets its arguments without the call being read again.
@@ -166,7 +166,8 @@ def remember(given: CacheGiven, options: tuple[Any, ...], checked: CheckedCall) 
         return
     if device_memory.is_capturing(shape.device) or not is_aligned(read):
         return
-    way, is_left_out = find_way(call).path, given.q.dtype == FP8_DTYPE or given.sinks is not None
+    way, has_one = find_way(call).path, given.k_descale is not None and given.k_descale is given.v_descale
+    is_left_out = given.q.dtype == FP8_DTYPE or given.sinks is not None or has_one
     found: TilesCall | DecodedCall | None = None
     if way == "decode" and is_left_out:
         found = _decoded(call, tensors, places, scores.softcap or None)

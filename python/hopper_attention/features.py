@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hopper_attention import checks
-from hopper_attention.checks import FP8_DTYPE, FULL_WINDOW
+from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, FULL_WINDOW
 from hopper_attention.dropout import draw_philox
 from hopper_attention.functions import MaskMod, ScoreMod, trace_block_mask, trace_functions
+from hopper_attention.like_calls import may_be_like
 from hopper_attention.masks import (
     CAUSAL_MASK,
     NO_MASK,
@@ -28,7 +29,7 @@ from hopper_attention.masks import (
     MaskSpec,
     check_window_lengths,
 )
-from hopper_attention.plain_calls import is_transformed
+from hopper_attention.plain_calls import PLAIN_TENSORS, is_transformed
 from hopper_attention.scores import FunctionScores, Scores, check_slopes_are_constant
 
 MISSING_IN_FP8 = {
@@ -166,6 +167,18 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
     checks.check_are_tensors(**{name: x for name, x in given.items() if x is not None})
     check_slopes_are_constant(alibi_slopes)
     return Scores.of(checks.check_softcap(softcap), alibi_slopes, sinks)
+
+
+def sinks_in_float32(q: Any, sinks: Any) -> Any:
+    """Sinks as kernels take them: a copy of those of 16 bits, so that a call on ``q`` is found again. They stay what
+    they are where a gradient is wanted, which there may be none of, where tensors are no plain ones, and where they do
+    not go with q."""
+    if type(sinks) not in PLAIN_TENSORS or type(q) not in PLAIN_TENSORS or not may_be_like():
+        return sinks
+    of_output = FP8_OUT_DTYPE if q.dtype == FP8_DTYPE else q.dtype
+    if (sinks.requires_grad and torch.is_grad_enabled()) or sinks.dtype not in (torch.float32, of_output):
+        return sinks
+    return sinks if type(sinks) is Tensor and sinks.dtype == torch.float32 else sinks.detach().float()
 
 
 def with_functions(

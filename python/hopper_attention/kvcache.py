@@ -10,7 +10,7 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from hopper_attention import cache_again
+from hopper_attention import cache_again, features
 from hopper_attention.api import Window
 from hopper_attention.cache_again import CacheGiven
 from hopper_attention.checks import FULL_WINDOW, Result
@@ -262,6 +262,8 @@ def flash_attn_with_kvcache(
         backend,
         hadamard,
     )
+    if sinks is not None:
+        sinks = features.sinks_in_float32(q, sinks)
     decoded = on_cache = None
     if (
         k is v is qv is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is cu_seqlens_k_new

@@ -216,6 +216,8 @@ def flash_attn_varlen_func(
         and not features.is_given(num_splits, 1)
         and not features.is_given(dropout_p, 0.0)
     )
+    if sinks is not None and getattr(q, "dtype", None) == FP8_DTYPE:
+        sinks = features.sinks_in_float32(q, sinks)
     of_scores = packed_descaled_again.NO_CHANGES
     if sinks is not None or features.is_given(softcap, 0.0):
         of_scores = softcap, sinks

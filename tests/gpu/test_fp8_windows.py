@@ -155,7 +155,8 @@ def test_codes_that_promise_nothing(draw, head_dim: int) -> None:
         assert config.window and config.softmax is not Softmax.HALF_SCORES
         config = select_config(problem._replace(without_lse=True))
         assert config.window and config.lowers_queries == (config.softmax is Softmax.HALF_SCORES)
-        assert head_dim != 128 or config.lowers_queries
+        # A window of few keys has tiles that take each maximum.
+        assert head_dim != 128 or config.lowers_queries == (window == (-1, 70))
         assert find_differences(parts, False, window) == []
 
 

@@ -25,7 +25,7 @@ from hopper_attention.launch import forward as launch_of_forward
 from hopper_attention.launch import kvcache as launch_on_cache
 from tests.python.fake_gpu import forget_launchers, pretend
 
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+E4M3, BF16, FLOAT = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 BATCH, ROOM = 3, 96
 PLAN = 4
 """Its place among the arguments of the kernel that makes it."""
@@ -93,12 +93,14 @@ def tensors(
     page_size: int = 0,
     packed: bool = False,
     descales: str = "each",
-    sinks: bool = False,
+    sinks: torch.dtype | None = None,
+    q_dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """q and the caches, of two K/V heads, and the other tensors of a call."""
     kv_heads, pages = 2, BATCH * ROOM // page_size if page_size else BATCH
     new = lambda *shape: torch.randn(shape).to(dtype)  # noqa: E731
     q = new(BATCH * queries, heads, 64) if packed else new(BATCH, queries, heads, 64)
+    q = q.to(q_dtype or dtype)
     caches = [new(pages, page_size or ROOM, kv_heads, 64) for _ in "kv"]
     more: dict[str, Any] = {"cache_seqlens": torch.tensor([ROOM, 50, 70], dtype=torch.int32)}
     if page_size:
@@ -110,8 +112,10 @@ def tensors(
         one = torch.rand(BATCH, kv_heads)
         for name in ("q_descale", "k_descale", "v_descale"):
             more[name] = one if descales == "one" else torch.rand(BATCH, kv_heads)
-    if sinks:
-        more["sinks"] = torch.randn(heads)
+    if q_dtype is not None:
+        more.pop("q_descale", None)
+    if sinks is not None:
+        more["sinks"] = torch.randn(heads).to(sinks)
     return [q, *caches], more
 
 
@@ -129,8 +133,8 @@ CASES: dict[str, tuple[FewQueries | None, dict[str, Any], dict[str, Any]]] = {
     "tiles of packed queries": (TILES, {"packed": True}, {"causal": True}),
     "tiles in a window": (TILES, {"page_size": 16}, {"window_size": (20, 0), "softmax_scale": 0.3}),
     "tiles with a softcap": (PARTS, {}, {"causal": True, "softcap": 15.0}),
-    "tiles with sinks": (TILES, {"sinks": True}, {"causal": True}),
-    "sinks on pages": (PARTS, {"sinks": True, "page_size": 16}, {"causal": True, "softcap": 9.0}),
+    "tiles with sinks": (TILES, {"sinks": FLOAT}, {"causal": True}),
+    "sinks on pages": (PARTS, {"sinks": FLOAT, "page_size": 16}, {"causal": True, "softcap": 9.0}),
     "tiles of 16 bits": (OF_16_BITS, {"dtype": BF16}, {"causal": True}),
     "tiles of 16 bits on pages": (OF_16_BITS, {"dtype": BF16, "page_size": 32}, {"causal": True}),
     "tiles of 16 bits with a softcap": (OF_16_BITS, {"dtype": BF16}, {"softcap": 15.0}),
@@ -145,10 +149,14 @@ CASES: dict[str, tuple[FewQueries | None, dict[str, Any], dict[str, Any]]] = {
     "decoding with one descale": (None, {"queries": 1, "descales": "one"}, {"softcap": 20.0}),
     "decoding without descales": (None, {"queries": 2, "descales": "none"}, {"causal": True}),
     "decoding in a window on pages": (None, {"queries": 1, "page_size": 16}, {"window_size": (20, 0)}),
-    "decoding with sinks": (None, {"queries": 1, "sinks": True}, {}),
+    "decoding with sinks": (None, {"queries": 1, "sinks": FLOAT}, {}),
     "decoding of packed queries": (None, {"queries": 2, "packed": True}, {"causal": True}),
-    "16 bits with sinks": (None, {"dtype": BF16, "sinks": True}, {"causal": True}),
-    "sinks and an LSE": (None, {"dtype": BF16, "sinks": True}, {"return_softmax_lse": True}),
+    "16 bits with sinks": (None, {"dtype": BF16, "sinks": FLOAT}, {"causal": True}),
+    "decoding with sinks of 16 bits": (None, {"queries": 1, "sinks": BF16}, {}),
+    "tiles with sinks of 16 bits": (TILES, {"sinks": BF16}, {"causal": True}),
+    "16 bits with such sinks": (None, {"dtype": BF16, "sinks": BF16}, {"causal": True}),
+    "queries of 16 bits, one descale": (None, {"queries": 1, "q_dtype": BF16, "descales": "one"}, {}),
+    "sinks and an LSE": (None, {"dtype": BF16, "sinks": FLOAT}, {"return_softmax_lse": True}),
 }
 
 
@@ -246,11 +254,11 @@ def test_what_was_found_does_not_serve_elsewhere(how: str, monkeypatch: pytest.M
 
 def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls whose kernels get other tensors than they were given, and those that ``decode_again`` serves."""
-    (q, k, v), more = tensors(sinks=True)
+    (q, k, v), more = tensors(sinks=FLOAT)
     by_token = {name: torch.rand(BATCH, ROOM, 2) for name in ("k_descale", "v_descale")}
     calls: list[tuple[FewQueries | None, Any, dict[str, Any]]] = [
         (TILES, (q.transpose(0, 1).contiguous().transpose(0, 1), k, v), more),
-        (TILES, (q, k, v), {**more, "sinks": more["sinks"].to(BF16)}),
+        (TILES, (q, k, v), {**more, "sinks": more["sinks"].repeat(2)[::2]}),
         (None, (q[:, :1], k, v), {**more, **by_token}),
         (TILES, (q, k, v), {**more, "window_size": [20, 0]}),
         (TILES, (q, k, v), {**more, "cache_seqlens": None}),
@@ -261,3 +269,20 @@ def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):
             flash_attn_with_kvcache(*given, **options)
     assert not cache_again.remembered._calls
+
+
+def test_sinks_that_are_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models have them: found again where no gradient is wanted, and refused where one is."""
+    serve_as(None, monkeypatch)
+    given, more = tensors(queries=1, sinks=BF16)
+    more["sinks"] = torch.nn.Parameter(more["sinks"])
+    with torch.no_grad():
+        for _ in range(2):
+            flash_attn_with_kvcache(*given, **more)
+        with monkeypatch.context() as patch:
+            patch.setattr(kvcache, "read_call", refuse)
+            assert not flash_attn_with_kvcache(*given, **more).requires_grad
+    with pytest.raises(NotImplementedError, match="requires a gradient"):
+        flash_attn_with_kvcache(*given, **more)
+    with pytest.raises(TypeError, match="sinks has dtype"):
+        flash_attn_with_kvcache(*given, **(more | {"sinks": torch.zeros(4, dtype=torch.float16)}))

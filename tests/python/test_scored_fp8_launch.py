@@ -16,14 +16,19 @@ from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.kernel import ScoredFp8ForwardKernel
 from hopper_attention import (
+    api,
     compile_cache,
+    descaled_again,
     explain,
     explain_varlen,
     flash_attn_func,
     flash_attn_varlen_func,
     ops,
+    packed_descaled_again,
+    packed_scripts,
     varlen_ops,
 )
+from hopper_attention import varlen as varlen_function
 from hopper_attention.backends import Target
 from hopper_attention.fp8_rules import serves_in_e4m3
 from hopper_attention.launch import (
@@ -278,3 +283,36 @@ def test_rows_of_no_sequence_have_no_sink(sinks: Tensor | None, gpu: FakeGpu) ->
     _, lse, *_ = flash_attn_varlen_func(q, k, v, **lengths_of(case), **options)
     assert len(gpu.calls) == 1 and bool((lse[:, :85] == 0.25).all())
     assert bool((lse[:, 85:] == (0.25 if sinks is None else -math.inf)).all())
+
+
+def found_anew(*given: Any, **options: Any) -> Any:
+    raise AssertionError("found anew")
+
+
+@LAYOUT
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sinks_that_are_a_parameter_are_found_again(
+    layout: str, dtype: torch.dtype, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As models have them: their numbers are those of the call. Where a gradient of them is wanted, they are not."""
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    for module in (descaled_again, packed_scripts):
+        monkeypatch.setattr(module, "current_device", lambda: 0)
+    for module in (descaled_again, packed_descaled_again, packed_scripts):
+        monkeypatch.setattr(module, "kept_argument", lambda x: x)
+    for module in (descaled_again, packed_descaled_again):
+        monkeypatch.setattr(module, "target_of", lambda device: gpu.target)
+    sinks, call = torch.nn.Parameter(SINKS.to(dtype)), CALLS[layout]
+    options = {"causal": True, "window_size": (9, 0), "sinks": sinks}
+    with torch.no_grad():
+        for _ in range(2):
+            call(*draw(), **options)
+        monkeypatch.setattr(api, "_call_operator", found_anew)
+        monkeypatch.setattr(varlen_function, "_call_operator", found_anew)
+        for number in (1.0, 2.0):
+            sinks.fill_(number)
+            call(*draw(), **options)
+            (given,) = [x for x in gpu.calls[-1][1] if isinstance(x, Tensor) and x.shape == (4,)]
+            assert given.dtype == torch.float32 and given.tolist() == [number] * 4
+    with pytest.raises(AssertionError, match="found anew"):
+        call(*draw(), **options)
