@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hopper_attention import (
     compile_cache,
+    flash_attn_fp8_func,
     flash_attn_quantized_func,
     fp8,
     fused_again,
@@ -231,3 +232,35 @@ def test_parts_in_a_window_with_keys_that_are_new_in_number(
         for rows in (35, 1100):
             with pytest.raises(AssertionError, match="found anew"):
                 given_for(rows)
+
+
+def test_16_bit_tensors_in_a_window_are_found_again(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each window by what was found for it, with the arguments that the kernels had at first."""
+    q, k, v = draw(2, 300, 4, 64), draw(2, 320, 2, 64), draw(2, 320, 2, 64)
+
+    def given_for(window: dict[str, Any]) -> list[list[Any]]:
+        seen.clear()
+        flash_attn_fp8_func(q, k, v, **window)
+        return [[facts_of(x) for x in given] for given in seen]
+
+    def refused(window: dict[str, Any]) -> None:
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="found anew"):
+            patch.setattr(fp8, "find_at_once", refuse)
+            given_for(window)
+
+    known = []
+    for window in [*WINDOWS, {}]:
+        refused(window)
+        known.append(given_for(window))
+        assert given_for(window) == known[-1]
+    assert all(len(given) > 1 for given in known) and not any(known.count(given) > 1 for given in known)
+    with monkeypatch.context() as patch:
+        patch.setattr(fp8, "find_at_once", refuse)
+        for _ in range(2):
+            assert [given_for(window) for window in [*WINDOWS, {}]] == known
+        assert given_for({"window_size": (319, 299)}) == known[-1]
+    for window in ({"window_size": (21, 5)}, {"window_size": [20, 5]}, {"attention_chunk": 25}):
+        refused(window)
+    for window in ({"window_size": (-2, 5)}, {"window_size": (1, 2, 3)}, {"attention_chunk": -1}):
+        with pytest.raises((TypeError, ValueError), match=r"window_size is|attention_chunk is"):
+            given_for(window)
