@@ -267,6 +267,24 @@ COMPILED += [
     for few_tiles in (False, True)
 ]
 """Whose warp that finds tiles has least registers for it, and those that serve packed tensors with descales."""
+
+
+def of_short_windows(head_dim: int, causal: bool, lone: bool, sinks: bool, chunk: bool) -> Fp8ForwardConfig:
+    """In a window of few keys, which each tile takes the maximum of."""
+    options = {"half_scores": not lone, "without_lse": True, "window": True, "chunk": chunk}
+    config = select_fp8_forward_config(
+        head_dim, head_dim, causal, "bfloat16", 256, 0 if lone else 128, layout="varlen", **options
+    )
+    assert config.softmax is Softmax.EAGER and config.window
+    return replace(with_lone_scales(config) if lone else config, sinks=sinks)
+
+
+COMPILED += [
+    of_short_windows(head_dim, causal, lone, sinks, chunk)
+    for head_dim in (64, 128, 256)
+    for causal in (False, True)
+    for lone, sinks, chunk in ((True, False, False), (True, True, False), (False, False, True))
+]
 COMPILED = list(dict.fromkeys(COMPILED))
 
 
