@@ -21,7 +21,6 @@ from hopper_attention import checks
 from hopper_attention.checks import FP8_DTYPE, FP8_OUT_DTYPE, FULL_WINDOW
 from hopper_attention.dropout import draw_philox
 from hopper_attention.functions import MaskMod, ScoreMod, trace_block_mask, trace_functions
-from hopper_attention.like_calls import may_be_like
 from hopper_attention.masks import (
     CAUSAL_MASK,
     NO_MASK,
@@ -29,7 +28,7 @@ from hopper_attention.masks import (
     MaskSpec,
     check_window_lengths,
 )
-from hopper_attention.plain_calls import PLAIN_TENSORS, is_transformed
+from hopper_attention.plain_calls import PLAIN_TENSORS, is_plain_moment, is_transformed
 from hopper_attention.scores import FunctionScores, Scores, check_slopes_are_constant
 
 MISSING_IN_FP8 = {
@@ -173,7 +172,7 @@ def sinks_in_float32(q: Any, sinks: Any) -> Any:
     """Sinks as kernels take them: a copy of those of 16 bits, so that a call on ``q`` is found again. They stay what
     they are where a gradient is wanted, which there may be none of, where tensors are no plain ones, and where they do
     not go with q."""
-    if type(sinks) not in PLAIN_TENSORS or type(q) not in PLAIN_TENSORS or not may_be_like():
+    if type(sinks) not in PLAIN_TENSORS or type(q) not in PLAIN_TENSORS or not is_plain_moment():
         return sinks
     of_output = FP8_OUT_DTYPE if q.dtype == FP8_DTYPE else q.dtype
     if (sinks.requires_grad and torch.is_grad_enabled()) or sinks.dtype not in (torch.float32, of_output):
