@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hopper_attention import (
+    cache_again,
     dense_again,
     descaled_again,
     device_memory,
@@ -198,12 +199,13 @@ def test_a_graph_has_work_memory_of_its_own(draw, name: str) -> None:
         assert torch.equal(out, expected)
 
 
-def packed_gradients(inputs) -> Tensor:
+def packed_gradients(inputs, **options: Any) -> Tensor:
     """Output and gradients of two sequences of different lengths; the same bits in every run."""
     leaves = [x.flatten(0, 1).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     starts_q, starts_k = (torch.tensor([0, 50, x.shape[0]], device="cuda").int() for x in leaves[:2])
     longest = leaves[0].shape[0], leaves[1].shape[0]
-    out = flash_attn_varlen_func(*leaves, starts_q, starts_k, *longest, causal=True, deterministic=True)
+    options = {"causal": True, "deterministic": True} | options
+    out = flash_attn_varlen_func(*leaves, starts_q, starts_k, *longest, **options)
     return torch.cat([out.flatten(), *(x.flatten() for x in torch.autograd.grad(out, leaves, out.detach()))])
 
 
@@ -244,6 +246,30 @@ def attend_to_e4m3(inputs, heads: int = 4, repeats: int = 1, **options: Any) -> 
     return results if isinstance(results, Tensor) else torch.cat([x.flatten().float() for x in results])
 
 
+def packed_in_a_window(inputs, in_fp8: bool) -> Tensor:
+    """Of two sequences of different lengths, without gradients."""
+    tensors = [x.flatten(0, 1) for x in (inputs.q, inputs.k, inputs.v)]
+    total_q, total_k = tensors[0].shape[0], tensors[1].shape[0]
+    starts = starts_of(0, 50, total_q), starts_of(0, 70, total_k)
+    if not in_fp8:
+        return flash_attn_varlen_func(*tensors, *starts, total_q, total_k, window_size=(30, 0))
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    named = dict(zip(names, (*starts, total_q, total_k), strict=True))
+    return flash_attn_fp8_func(*tensors, window_size=(30, 0), **named)
+
+
+def attend_to_a_cache(inputs, dtype: torch.dtype, **options: Any) -> Tensor:
+    """All queries of a sequence on all of its keys but two."""
+    q, k, v = (x.to(dtype) for x in (inputs.q, inputs.k, inputs.v))
+    lengths = torch.full((len(q),), k.shape[1] - 2, dtype=torch.int32, device="cuda")
+    return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, **options)
+
+
+def with_sinks(inputs) -> Tensor:
+    """Of 16 bits, those of a draw."""
+    return attend_to_e4m3(inputs, sinks=inputs.q[0, 0, :, 0].contiguous(), window_size=(40, 0))
+
+
 AGAIN: dict[str, Callable[..., Tensor]] = {
     "forward": lambda x: flash_attn_func(x.q, x.k, x.v, causal=True),
     "gradients": gradients,
@@ -259,6 +285,13 @@ AGAIN: dict[str, Callable[..., Tensor]] = {
     "e4m3, V transposed before": partial(attend_to_e4m3, heads=2, repeats=24),
     "e4m3, a window": partial(attend_to_e4m3, window_size=(9, 0)),
     "e4m3, an exact LSE": partial(attend_to_e4m3, return_attn_probs=True),
+    "e4m3, sinks": with_sinks,
+    "packed gradients in a window": partial(packed_gradients, window_size=(30, 0)),
+    "packed, a window": partial(packed_in_a_window, in_fp8=False),
+    "fp8, a window": lambda x: flash_attn_fp8_func(x.q, x.k, x.v, window_size=(30, 5)),
+    "fp8, packed, a window": partial(packed_in_a_window, in_fp8=True),
+    "a cache, 16 bits": partial(attend_to_a_cache, dtype=torch.bfloat16),
+    "a cache, e4m3": partial(attend_to_a_cache, dtype=torch.float8_e4m3fn, window_size=(200, 0)),
 }
 
 
@@ -287,6 +320,11 @@ def test_calls_that_are_made_again_give_what_first_ones_gave(draw, name: str) ->
         "e4m3",
         "e4m3, V transposed before",
         "e4m3, an exact LSE",
+        "packed, a window",
+        "fp8, a window",
+        "fp8, packed, a window",
+        "a cache, 16 bits",
+        "a cache, e4m3",
     ],
 )
 def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -> None:
@@ -298,6 +336,7 @@ def test_a_graph_outlives_what_is_kept_of_the_calls_before_it(draw, name: str) -
     with torch.cuda.graph(graph):
         out = call(x)
     for kept in (
+        cache_again.remembered,
         dense_again.remembered,
         dense_again.of_any_length,
         descaled_again.remembered,
