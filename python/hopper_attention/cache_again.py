@@ -21,8 +21,9 @@ from hopper_attention.checks import FP8_DTYPE, Result, TensorSpec
 from hopper_attention.descaled_again import Places, distinct, scale_at
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.features import is_constant
+from hopper_attention.kvcache_again import WINDOW
 from hopper_attention.kvcache_call import CheckedCall
-from hopper_attention.kvcache_checks import CacheCall, CacheOptions
+from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch import at_once
 from hopper_attention.launch.at_once import Given, Part, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, no_vectors
@@ -36,8 +37,6 @@ from hopper_attention.layout import TMA_BYTES, make_addressable, make_packed_add
 from hopper_attention.like_calls import Remembered, may_be_like
 from hopper_attention.packed_descaled_again import may_serve
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE
-
-WINDOW = CacheOptions._fields.index("window_size")
 
 Q, K, V, OUT, COUNTER, FIRST = range(6)
 """Arguments of a script. From ``FIRST`` on come the other tensors of the call, and behind them work memory."""
@@ -96,12 +95,11 @@ class TilesCall:
 
 @dataclass(frozen=True, slots=True)
 class DecodedCall:
-    """The same by the decode kernel, whose descales are at ``places`` among the tensors, or ``ones``; without
-    ``has_descales`` it takes none."""
+    """The same by the decode kernel, whose descales are at ``places`` among the tensors. ``ones`` stand for those that
+    are not given; they are None for a cache of 16 bits, which has none."""
 
     launcher: DecodeLauncher
     places: Places
-    has_descales: bool
     ones: Tensor | None
     softcap: float | None
 
@@ -112,7 +110,7 @@ class DecodedCall:
     def __call__(self, tensors: tuple[Any, ...], lists: CacheLists) -> Result:
         q, k, v = tensors[:3]
         descales: tuple[Any, ...] = (None, None, None)
-        if self.has_descales:
+        if self.ones is not None:
             descales = tuple([self.ones if place is None else tensors[place] for place in self.places])
             if not self.launcher.takes_e4m3_queries:
                 descales = None, *descales[1:]
@@ -197,7 +195,7 @@ def _decoded(
     if is_e4m3 and any(x.dim() != 2 or x.stride(1) != 1 for x in tensors[3:]):
         return None
     ones = device_memory.unit_scales(shape.batch, shape.kv_heads, shape.device)[:, :, 0] if is_e4m3 else None
-    return DecodedCall(launcher, places, is_e4m3, ones, softcap)
+    return DecodedCall(launcher, places, ones, softcap)
 
 
 def _paged(call: CacheCall, tensors: tuple[Any, ...], lists: CacheLists) -> CacheTilesLauncher:

@@ -169,9 +169,10 @@ def resolve_scores(softcap: Any, alibi_slopes: Any, sinks: Any) -> Scores:
 
 
 def sinks_in_float32(q: Any, sinks: Any) -> Any:
-    """Sinks as kernels take them: a copy of those of 16 bits, so that a call on ``q`` is found again. They stay what
-    they are where a gradient is wanted, which there may be none of, where tensors are no plain ones, and where they do
-    not go with q."""
+    """Sinks as kernels take them: a copy of those of 16 bits, so that a call on ``q`` is found again.
+
+    They stay what they are where their gradient is wanted, where tensors are no plain ones, and where their dtype does
+    not go with q: such calls are read and checked as any other."""
     if type(sinks) not in PLAIN_TENSORS or type(q) not in PLAIN_TENSORS or not is_plain_moment():
         return sinks
     of_output = FP8_OUT_DTYPE if q.dtype == FP8_DTYPE else q.dtype

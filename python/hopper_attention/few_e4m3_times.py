@@ -80,8 +80,9 @@ SWAPPED = DecodeTimes(4.0, 1.75, 0.0098)
 """Of the decode kernel, for so few rows that it multiplies them as operand B."""
 
 SWAPPED_OF_CACHE = DecodeTimes(4.0, 2.0, 0.0075)
-"""The same of calls on a cache, by its room for keys: of fewer the decode kernel has less to do, as it shares them out,
-where the longest tile decides for others (``fp8_cache_ways.json``)."""
+"""The same of calls on a cache, whose lengths are not known but for the room that there is. Where they are shorter the
+decode kernel takes less time, as it shares out the keys that there are; tiles gain less, since the longest sequence
+decides how long they take (``fp8_cache_ways.json``)."""
 
 SWAPPED_OF_PACKED = {8: DecodeTimes(6.0, 1.7, 0.007), 16: DecodeTimes(9.0, 1.7, 0.007)}
 """The same of packed sequences, by the rows of that operand."""

@@ -98,7 +98,10 @@ def tensors(
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """q and the caches, of two K/V heads, and the other tensors of a call."""
     kv_heads, pages = 2, BATCH * ROOM // page_size if page_size else BATCH
-    new = lambda *shape: torch.randn(shape).to(dtype)  # noqa: E731
+
+    def new(*shape: int) -> Tensor:
+        return torch.randn(shape).to(dtype)
+
     q = new(BATCH * queries, heads, 64) if packed else new(BATCH, queries, heads, 64)
     q = q.to(q_dtype or dtype)
     caches = [new(pages, page_size or ROOM, kv_heads, 64) for _ in "kv"]

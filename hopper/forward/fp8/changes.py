@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from hopper.forward.fp8.config import Fp8ForwardConfig
 
 MORE_IN_A_WINDOW = 3
-"""Of keys in a window one of so many counts once more than under a causal mask alone, of which a query sees half
-by the mean (`fp8_packed_windows.json`)."""
+"""Tiles are chosen by the most keys that a query sees. In a window nearly all queries see that many, under a causal
+mask alone half as many by the mean: so a window counts as having 1/3 more (`fp8_packed_windows.json`)."""
 
 
 @dataclass(frozen=True)
