@@ -136,6 +136,8 @@ class ForwardConfig:
 
     used_steps = COLUMNS_PER_STEP, COLUMNS_PER_ATOM
     """What ``used_head_dim`` and ``used_head_dim_v`` are multiples of."""
+    awaits_v_late = False
+    """Whether V of a block is awaited where its product is started, in place of where P of it is made."""
 
     @property
     def is_plain(self) -> bool:
@@ -459,10 +461,8 @@ class ForwardConfig:
         """Whether a CTA that has started early asks for its first tile: for inputs that are in memory, and not in L2,
         the trip there is made while the kernel in front ends."""
         is_known = (self.head_dim, self.tile_n, self.causal) in ASKING_TILES and self.element_bytes == 2
-        is_whole = (
-            self.is_plain and not self.used_head_dim and self.head_dim == self.head_dim_v and self.group == 1
-        )
-        return is_known and is_whole and self.starts_early and self.warp_specialized
+        is_whole = self.is_plain and not self.used_head_dim and self.head_dim == self.head_dim_v
+        return is_known and is_whole and self.group == 1 and self.starts_early and self.warp_specialized
 
     @property
     def waits_to_load(self) -> bool:

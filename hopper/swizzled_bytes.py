@@ -24,14 +24,32 @@ class SwizzledBytes:
 
     def address(self, stage: Int32, row: Int32, chunk: int | Int32) -> Int32:
         """Of 16 bytes: columns 16 chunk to 16 chunk + 15 of a row."""
-        chunks = self.width // 16
-        offset = stage * (self.rows * self.columns) + chunk // chunks * (self.rows * self.width)
-        offset += row * self.width + chunk % chunks * 16
+        offset = stage * (self.rows * self.columns) + self._part(chunk) * (self.rows * self.width)
+        offset += row * self.width + self._in_part(chunk) * 16
         return self.base + (offset ^ ((offset >> 7 & SWIZZLE_MASKS[self.width]) << 4))
+
+    def _part(self, chunk: int | Int32) -> int | Int32:
+        """Which ``width`` bytes of the columns a chunk lies in."""
+        return chunk // (self.width // 16)
+
+    def _in_part(self, chunk: int | Int32) -> int | Int32:
+        """Its number there."""
+        return chunk % (self.width // 16)
 
     def place(self, stage: Int32, row: Int32, chunk: int | Int32) -> "SwizzledPlace":
         """``address``, from which those of other rows and chunks are short ways."""
         return SwizzledPlace(self.address(stage, row, chunk), self.rows, self.width)
+
+
+class BytesByBits(SwizzledBytes):
+    """The same by shifts, which take fewer instructions of a chunk that is not known before: it might be negative, for
+    all that a division knows. Kernels that divide have not been timed with it."""
+
+    def _part(self, chunk: int | Int32) -> int | Int32:
+        return chunk >> (self.width // 16).bit_length() - 1
+
+    def _in_part(self, chunk: int | Int32) -> int | Int32:
+        return chunk & self.width // 16 - 1
 
 
 @dataclass(frozen=True)

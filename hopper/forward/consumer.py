@@ -184,6 +184,7 @@ class Consumer(LoopInvariant):
     def _start_last_block(self, kv_state: PipelineState, q_turn: Int32):
         self._release_q(q_turn)
         self.output.enter_product()
+        self._await_v_for_product(kv_state)
         self.output.start_last(self.tOrP, kv_state.index)
 
     @cute.jit
@@ -341,11 +342,11 @@ class Consumer(LoopInvariant):
         self.softmax.take_scores(acc_S, is_first=True)
         # V of a block is awaited where P of it is made, here as in the loop.
         if const_expr(not self.config.loads_k_ahead):
-            self.pipes.v.consumer_wait(kv_state)
+            self._await_v_for_P(kv_state)
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             self._exponentiate(acc_S, r, is_first=True, kept=kept)
         if const_expr(self.config.loads_k_ahead):
-            self.pipes.v.consumer_wait(kv_state)
+            self._await_v_for_P(kv_state)
 
     @cute.jit
     def _overlapped_block(
@@ -362,7 +363,8 @@ class Consumer(LoopInvariant):
         The wait for P V stands between the exponentials of the thread's two rows: those of the first hide the GEMM,
         those of the second leave issue slots (MUFU is slow) to the conversion of P and the rescaling of O. V of
         this block is awaited there too, not where it is used: the spin on its barrier ends a basic block, and
-        without one ptxas moves the wait for P V up in front of the softmax.
+        without one ptxas moves the wait for P V up in front of the softmax. ``awaits_v_late`` says where that is worth
+        less than time for V.
         """
         k_state = v_state.clone()
         k_state.advance()
@@ -386,6 +388,7 @@ class Consumer(LoopInvariant):
         self.ping_pong.take_turn()
         self._start_scores(acc_S, k_state)
         self.output.enter_product()
+        self._await_v_for_product(v_state)
         if const_expr(keys > 0):
             self.output.start_cut(self.tOrP, v_state.index, keys)
         else:
@@ -402,7 +405,7 @@ class Consumer(LoopInvariant):
         self.softmax.exponentiate(acc_S, 0, is_first=False)
         zero_dropped(acc_S, 0, kept)
         self.loads.load_next()
-        self.pipes.v.consumer_wait(k_state)
+        self._await_v_for_P(k_state)
         have_come = tuple(self._has_come(state) for state in after)
         self.softmax.take_second_row(acc_S)
         if const_expr(self.config.shrinks_in_branch):
@@ -422,6 +425,16 @@ class Consumer(LoopInvariant):
             self.output.collect()
             self.output.rescale()
         return have_come
+
+    def _await_v_for_P(self, state: PipelineState):
+        """V of a block whose P is being made."""
+        if const_expr(not self.config.awaits_v_late):
+            self.pipes.v.consumer_wait(state)
+
+    def _await_v_for_product(self, state: PipelineState):
+        """V of a block whose P V starts."""
+        if const_expr(self.config.awaits_v_late):
+            self.pipes.v.consumer_wait(state)
 
     @cute.jit
     def _finish_P(self, acc_S: cute.Tensor, kept: tuple[Kept, ...]):

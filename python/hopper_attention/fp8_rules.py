@@ -14,11 +14,12 @@ from hopper.forward.fp8.capped_tilings import select_fp8_capped_config
 from hopper.forward.fp8.changes import Changes
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper.forward.fp8.few_tilings import select_fp8_few_blocks_config
+from hopper.forward.fp8.native import BETWEEN
+from hopper.forward.fp8.row_queries import transposes_v
 from hopper.forward.fp8.tilings import (
     are_few_tiles,
     select_fp8_few_queries_config,
     select_fp8_forward_config,
-    transposes_v,
     with_lone_scales,
     with_runs,
 )
@@ -107,7 +108,8 @@ class Fp8Problem(NamedTuple):
         rows = queries_that_count(seqlen_q, seqlen_q, seqlen_k, self.causal)
         lone_scales = self.v_rows and self.block_q == self.block_k == ONE_BLOCK
         is_plain = self.window == FULL_SIDES and not self.scores.has_softcap
-        half = self.without_lse and not self.two_level and is_plain
+        is_wide = max(head_dim, head_dim_v) > BETWEEN.head_dim
+        half = (self.without_lse or is_wide) and not self.two_level and is_plain
         half = half or (self.causal and caps_wide_rows(self.scores, head_dim, head_dim_v))
         transposes = lone_scales and not self.exact_lse
         of_v = self.causal, queries, half, group, values

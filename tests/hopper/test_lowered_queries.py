@@ -106,13 +106,13 @@ def assert_near(config: Fp8ForwardConfig, out: Tensor, lse: Tensor, exact: Tenso
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "causal", "seqlens"),
-    [(128, True, (200, 140)), (256, False, (130, 140)), (256, True, (130, 140))],
+    ("head_dim", "causal", "keys", "seqlens"),
+    [(128, True, 1024, (200, 140)), (256, False, 1025, (130, 140)), (256, True, 1024, (130, 140))],
 )
-def test_v_in_rows(head_dim: int, causal: bool, seqlens: tuple[int, int]) -> None:
+def test_v_in_rows(head_dim: int, causal: bool, keys: int, seqlens: tuple[int, int]) -> None:
     """To the bits of a V that comes transposed, also where O of a tile lies in the place of the next one's rows."""
     config = select_fp8_forward_config(
-        head_dim, head_dim, causal, "bfloat16", 1024, v_rows=True, without_lse=True
+        head_dim, head_dim, causal, "bfloat16", keys, v_rows=True, without_lse=True
     )
     assert config.v_rows and config.o_shares_rows == (head_dim == 256 and not causal) and config.tile_n == 128
     parts = parts_of(head_dim, *seqlens)

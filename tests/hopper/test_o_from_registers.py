@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from cute_kernels.problem import VARLEN
 from hopper.config import TWO_CONSUMERS
 from hopper.forward.fp8.config import Fp8ForwardConfig, Softmax
-from hopper.forward.fp8.tilings import (
-    select_fp8_forward_config,
-    shipped_long_fp8_forward_configs,
-    transposes_v,
-)
+from hopper.forward.fp8.row_queries import transposes_v
+from hopper.forward.fp8.tilings import select_fp8_forward_config, shipped_long_fp8_forward_configs
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 from tests.hopper.test_lagging_softmax import LATE
@@ -25,7 +24,7 @@ def rows_of(head_dim: int, causal: bool, seqlen_k: int) -> Fp8ForwardConfig:
     )
 
 
-@pytest.mark.parametrize(("causal", "longest"), [(False, 384), (True, 2560)])
+@pytest.mark.parametrize(("causal", "longest"), [(False, 1024), (True, 2560)])
 def test_which_softmax_serves(causal: bool, longest: int) -> None:
     """Each maximum up to so many keys, whose O goes from registers; scores in float16 beyond, whose O is staged."""
     short, long = (rows_of(256, causal, longest + more) for more in (0, 1))
@@ -33,6 +32,37 @@ def test_which_softmax_serves(causal: bool, longest: int) -> None:
     assert not short.ping_pong and not short.polynomial_pairs
     assert long.softmax is Softmax.HALF_SCORES and long.lowers_queries and long.o_shares_rows
     assert all(config.has_divisors and config.finalizes_early for config in (short, long))
+
+
+@pytest.mark.parametrize("head_dim", [136, 160, 192])
+def test_rows_of_fewer_columns_take_each_maximum_up_to_fewer_keys(head_dim: int) -> None:
+    short, long = (rows_of(head_dim, False, keys) for keys in (384, 385))
+    assert short.softmax is Softmax.EXACT and short.head_dim == 256
+    assert long.softmax is Softmax.HALF_SCORES and long.head_dim == 192
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_the_lse_each_maximum_serves_any_number_of_keys(causal: bool) -> None:
+    """At head_dim 256, unless there is a window, sequences are packed, or P V is added up in two levels."""
+    of_256 = partial(select_fp8_forward_config, 256, 256, causal, "bfloat16", v_rows=True)
+    assert of_256(20_000) == of_256(256) == rows_of(256, causal, 384)
+    others = of_256(256, window=True), of_256(256, layout=VARLEN), of_256(256, two_level=True)
+    assert all(config.tile_n == 64 for config in others)
+
+
+def test_v_is_awaited_where_its_product_starts() -> None:
+    """At head_dim 256 with V in rows."""
+    in_order, half = rows_of(256, False, 512), rows_of(256, False, 2048)
+    assert in_order.awaits_v_late and half.awaits_v_late
+    others = rows_of(128, False, 512), rows_of(128, False, 2048), replace(in_order, softmax=Softmax.EAGER)
+    assert not any(config.awaits_v_late for config in (*others, replace(half, v_rows=False)))
+
+
+def test_as_many_units_of_v_are_under_way_as_there_are_registers_for() -> None:
+    in_order, half, of_128 = rows_of(256, False, 512), rows_of(256, False, 2048), rows_of(128, False, 512)
+    assert [c.registers.producer for c in (in_order, half, of_128)] == [24, 40, 56]
+    assert [c.units_under_way for c in (in_order, half, of_128)] == [3, 4, 4]
+    assert [replace(c, group=8).units_under_way for c in (in_order, of_128)] == [2, 4]
 
 
 def test_others_have_no_short_ends() -> None:

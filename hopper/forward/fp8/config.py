@@ -30,6 +30,9 @@ are transposed."""
 V_ROW_STAGES = 2
 """Blocks of FP8 V in rows that wait in shared memory for their transposition."""
 
+REGISTERS_OF_FOUR_UNITS = 40
+"""Of a producer that has four units of V on their way from shared memory."""
+
 OPERAND_ALIGNMENT = 1024
 """Bytes, in shared memory."""
 
@@ -107,6 +110,16 @@ class Fp8ForwardConfig(ForwardConfig):
         if not is_half or self.v_rows or finds_scales or self.consumers < 3:
             return False
         return self.run_blocks > 0 if self.causal else self.head_dim == 128
+
+    @property
+    def awaits_v_late(self) -> bool:
+        """At head_dim 256 with V in rows. A block of V is there only once it has been transposed, into the stage that
+        the slower warpgroup has left last: to await it where P is made is to wait. Calls take 0.5 to 4 % less. With
+        three stages, at head_dim 128, they take up to 3 % more, and with scores in float16 once 8
+        (`fp8_transposers.json`). The eager softmax gained half a per cent by a form of it, and kernels with turns have
+        not been timed."""
+        takes_turns = self.ping_pong or self.softmax is Softmax.EAGER
+        return self.v_rows and self.pipelined and self.head_dim == MAX_HEAD_DIM and not takes_turns
 
     @property
     def two_walk_apart(self) -> bool:
@@ -208,6 +221,14 @@ class Fp8ForwardConfig(ForwardConfig):
         rows = V_ROW_STAGES * self.tile_n * self.head_dim_v if self.v_rows else 0
         means = -(-self.mean_bytes // OPERAND_ALIGNMENT) * OPERAND_ALIGNMENT
         return super().other_bytes + means + rows
+
+    @property
+    def units_under_way(self) -> int:
+        """Of V, from shared memory to a warp that transposes (``VTransposer``): as many as it has registers for, of
+        which places of several heads take some. Two in turns took 1 to 3 % longer (`fp8_transposers.json`)."""
+        if self.registers.producer >= REGISTERS_OF_FOUR_UNITS:
+            return 4
+        return 3 if self.group == 1 else 2
 
     @property
     def o_shares_rows(self) -> bool:

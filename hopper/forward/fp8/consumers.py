@@ -85,6 +85,7 @@ class LaggingConsumer(Consumer):
         self.ping_pong.take_turn()
         self._start_scores(acc_S, k_state)
         self.output.enter_product()
+        self._await_v_for_product(v_state)
         self.output.start(self.tOrP, v_state.index)
         self.ping_pong.pass_turn()
         self._products_run(scores, n_block)
@@ -100,7 +101,7 @@ class LaggingConsumer(Consumer):
             self.softmax.exponentiate_by_stale_maximum(acc_S, early[r])
         suffices = self.softmax.maximum_suffices(early)
         if const_expr(not self.config.awaits_v_early):
-            self.pipes.v.consumer_wait(k_state)
+            self._await_v_for_P(k_state)
         self.output.wait(self.tOrP, v_state.index)
         self.pipes.v.consumer_release(v_state)
         for r in cutlass.range_constexpr(len(early)):
@@ -214,7 +215,7 @@ class HalfScoresConsumer(LaggingConsumer):
         scores.finish(acc_S, n_block, True)
         self.softmax.take_new_unit()
         self.softmax.take_first_maxima(self.tOrP, acc_S)
-        self.pipes.v.consumer_wait(kv_state)
+        self._await_v_for_P(kv_state)
 
     @cute.jit
     def _overlapped_block(

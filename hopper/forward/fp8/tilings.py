@@ -218,7 +218,7 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
         *FP8_ROW_TILINGS[128],
     ),
     (256, False): (
-        wide_rows(in_order, 128, 128, 2, max_seqlen_k=384),
+        wide_rows(in_order, 128, 128, 2, max_seqlen_k=1024),
         wide_rows(half_scores, 128, 128, 2, polynomial_pairs=2, registers=TWO_CONSUMERS_OF_WIDE_ROWS),
         *FP8_ROW_TILINGS[256],
     ),
@@ -229,6 +229,13 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
     ),
 }
 """By head_dim and causal, for V in rows where nobody gets the LSE and nothing is masked but causally."""
+
+BETWEEN_KEYS = 384
+"""Without a mask, up to which rows of ``BETWEEN`` are served in those of head_dim 256 where each maximum is taken."""
+
+FP8_RETURNED_LSE_ROW_TILINGS = (wide_rows(in_order, 128, 128, 2),)
+"""The same at head_dim 256 where the LSE is returned, and not exact, so that scores are in float32
+(`fp8_transposers.json`)."""
 
 PARTS_TRANSPOSING = Registers(consumer=216, producer=72)
 """Where keys are in parts, what finds them takes registers of those who transpose."""
@@ -323,36 +330,6 @@ FP8_PACKED_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = FP8_HALF_RO
 """``FP8_HALF_ROW_TILINGS`` for packed sequences, which leave no registers for 128 keys at head_dim 256 where each block
 takes its maximum."""
 
-FP8_ROW_QUERIES = {64: 320, 128: 448, 256: 320}
-"""By head_dim: queries of a key/value head up to which a kernel that transposes V on its way is faster than the one of
-``hopper.transpose`` and a kernel that finds it transposed. A query that sees half of the keys counts half
-(`fp8_drop_in.json` in the development results)."""
-
-FP8_HALF_ROW_QUERIES = {
-    (64, False): 320,
-    (64, True): 320,
-    (128, False): 1024,
-    (128, True): 1024,
-    (256, False): 1024,
-    (256, True): 768,
-}
-"""The same for ``FP8_HALF_ROW_TILINGS``, and by causal (`fp8_drop_in_rows.json`). Shared memory sets the limit: at
-head_dim 256 a block of 128 keys takes 2048 cycles of products and 1792 of shared memory, and 512 to be transposed."""
-
-FP8_LONE_HALF_ROW_QUERIES = {**FP8_HALF_ROW_QUERIES, (256, True): 1280}
-"""The same where no heads share K and V, which a kernel ahead reads and writes for each (`fp8_short_ends.json`)."""
-
-
-LAUNCH_BYTES = 12_000_000
-"""What memory gives while a kernel before starts and ends, in bytes of V that are read and written."""
-
-LAUNCH_KEYS = {64: 1280, 128: 2560, 256: 1536}
-"""By head_dim: of so many keys a tile takes longer by about a launch if V is transposed on its way
-(`fp8_short_drop_in.json`)."""
-
-MANY_VALUES = (1 << 31, 1 << 31)
-"""For which a launch counts nothing."""
-
 
 def are_few_tiles(heads: int, queries: int, causal: bool) -> bool:
     """Whether tiles of ``FEW_KEYS`` are so few that lower ones, which are done sooner, need no more turns of all
@@ -370,28 +347,6 @@ def _in_lower_tiles(chosen: Tiling, lower: Tiling | None, block_k: int) -> Tilin
     if lower is None or chosen.tile_m <= lower.tile_m or block_k % lower.tile_n:
         return chosen
     return lower
-
-
-def transposes_v(
-    head_dim: int,
-    head_dim_v: int,
-    causal: bool,
-    queries: float,
-    half: bool,
-    group: int,
-    values: tuple[int, int] = MANY_VALUES,
-) -> bool:
-    """Whether the FP8 kernel should transpose a V in rows; ``queries`` are counted as for FP8_ROW_QUERIES, of ``group``
-    heads, and ``half`` says that ``FP8_HALF_ROW_TILINGS`` may serve. ``values`` are the elements of V, and the keys
-    that a query sees: to transpose few of them before costs a launch, which is worth more queries."""
-    size = max(head_dim, head_dim_v)
-    native = min((native for native in FP8_ROW_QUERIES if native >= size), default=MAX_HEAD_DIM)
-    of_half = FP8_LONE_HALF_ROW_QUERIES if group == 1 else FP8_HALF_ROW_QUERIES
-    most = of_half[native, causal] if half else FP8_ROW_QUERIES[native]
-    elements, keys = values
-    if keys <= LAUNCH_KEYS[native]:
-        most += int(most * LAUNCH_BYTES / (2 * max(elements, 1)))
-    return queries <= most
 
 
 def select_fp8_forward_config(
@@ -443,6 +398,11 @@ def select_fp8_forward_config(
     else:
         without_lse = without_lse and not (v_rows and window)
         tilings = _fp8_tilings(size, causal, v_rows, two_level, half_scores, without_lse)
+    if native == BETWEEN and v_rows and not causal and seqlen_k > BETWEEN_KEYS:
+        tilings = tuple(tiling for tiling in tilings if not _takes_maxima(tiling))
+    is_wide = native == native_size(MAX_HEAD_DIM)
+    if v_rows and is_wide and not (without_lse or two_level or window or is_packed):
+        tilings = FP8_RETURNED_LSE_ROW_TILINGS
     if is_packed and v_rows and without_lse and not two_level:
         tilings = FP8_PACKED_ROW_TILINGS[size, causal]
     elif is_packed:

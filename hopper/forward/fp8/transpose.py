@@ -11,7 +11,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.forward.operands import Pipelines
-from hopper.swizzled_bytes import SwizzledBytes
+from hopper.swizzled_bytes import BytesByBits
 from hopper.tiles import TmaOperand
 
 COLUMNS_PER_UNIT = 16
@@ -20,9 +20,6 @@ PRODUCER_WARPS = 4
 EVEN_COLUMNS, TO_ODD_COLUMNS = 0x6420, 0x1111
 """Bytes 0 and 2 of a word are the even column of two keys, 1 and 3 the odd one: what selects the even ones from two
 words, and what makes of it what selects the odd ones, by a sum or by flipping bits."""
-
-UNITS_AT_ONCE = 2
-"""That a warp has on their way from shared memory: one waits for the trip there and back, two fit into 24 registers."""
 
 
 class VTransposer(LoopInvariant):
@@ -44,8 +41,8 @@ class VTransposer(LoopInvariant):
     ):
         self.config, self.v, self.pipes, self.warp = config, v, pipes, warp
         (self.pipe_rows,) = pipes.rows
-        self.source = SwizzledBytes(v.smem, config.tile_n, config.head_dim_v)
-        self.target = SwizzledBytes(sVt, config.head_dim_v, config.tile_n)
+        self.source = BytesByBits(v.smem, config.tile_n, config.head_dim_v)
+        self.target = BytesByBits(sVt, config.head_dim_v, config.tile_n)
 
     @cute.jit
     def load(self, head_kv: Int32, seqlens: SeqlenInfo, n_block: Int32, state: PipelineState):
@@ -68,32 +65,36 @@ class VTransposer(LoopInvariant):
         """Make a stage of V of a loaded block; by all warps of the warpgroup."""
         c = self.config
         self.pipe_rows.consumer_wait(rows_state)
-        self.pipes.v.producer_acquire(v_state)
         # Pinned, so that nothing that comes of it is kept in registers from block to block.
         lane = pin(cute.arch.lane_idx(), Int32)
         # Lanes 8 i to 8 i + 7 name the rows of matrix i: a column of each pair, the other, and both again 16 keys on.
         # Even columns of four pairs go with odd ones of the others: eight rows that lie in different banks.
-        pair, makes_quads = lane % 8, c.o_from_registers
+        pair, makes_quads = lane & 7, c.o_from_registers
         if const_expr(makes_quads):
-            row = self.warp * COLUMNS_PER_UNIT + row_of_quads(pair) + (lane // 8 + pair % 2) % 2
+            row = row_of_quads(pair) + ((lane >> 3) + pair & 1)
         else:
-            row = self.warp * COLUMNS_PER_UNIT + pair * 2 + (lane // 8 + pair // 4) % 2
+            row = pair * 2 + ((lane >> 3) + (pair >> 2) & 1)
+        row += self.warp * COLUMNS_PER_UNIT
         source = self.source.place(rows_state.index, lane, self.warp)
-        target = self.target.place(v_state.index, row, lane // 16)
-        selector = EVEN_COLUMNS + (lane // 4 % 2 if const_expr(makes_quads) else lane // 16) * TO_ODD_COLUMNS
+        target = self.target.place(v_state.index, row, lane >> 4)
+        selector = EVEN_COLUMNS + (lane >> 2 & 1 if const_expr(makes_quads) else lane >> 4) * TO_ODD_COLUMNS
         units = [
             (step, columns)
             for step in range(c.tile_n // FP8_KEYS_PER_STEP)
             for columns in range(0, c.columns_pv // COLUMNS_PER_UNIT, PRODUCER_WARPS)
         ]
-        for i in cutlass.range_constexpr(0, len(units), UNITS_AT_ONCE):
-            under_way = units[i : i + UNITS_AT_ONCE]
-            loaded = [
-                _load_unit(source.address(step * FP8_KEYS_PER_STEP, columns)) for step, columns in under_way
-            ]
-            for j in cutlass.range_constexpr(len(loaded)):
-                step, columns = under_way[j]
-                _store_unit(target.address(columns * COLUMNS_PER_UNIT, step * 2), loaded[j], selector)
+        loaded = []
+        for i in cutlass.range_constexpr(len(units) + c.units_under_way):
+            if const_expr(i == c.units_under_way):
+                # The first units are at hand when the stage becomes free, which consumers wait for.
+                self.pipes.v.producer_acquire(v_state)
+            if const_expr(i >= c.units_under_way):
+                step, columns = units[i - c.units_under_way]
+                address = target.address(columns * COLUMNS_PER_UNIT, step * 2)
+                _store_unit(address, loaded.pop(0), selector)
+            if const_expr(i < len(units)):
+                step, columns = units[i]
+                loaded.append(_load_unit(source.address(step * FP8_KEYS_PER_STEP, columns)))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
@@ -104,7 +105,7 @@ class VTransposer(LoopInvariant):
 def row_of_quads(pair: Int32) -> Int32:
     """Where the first column of a pair goes of 16 columns of V, so that P V leaves O's in the order of
     ``pair_of_quads``."""
-    return pair % 2 * COLUMNS_PER_GROUP + pair // 2 * 2
+    return (pair & 1) * COLUMNS_PER_GROUP + (pair >> 1) * 2
 
 
 def _load_unit(address: Int32) -> tuple[Int32, ...]:
