@@ -122,9 +122,12 @@ def compiled() -> tuple[ForwardConfig, ...]:
     return tuple(found)
 
 
+COMPILED = compiled()
+
+
 def test_no_register_is_spilled() -> None:
     """A division by a number that is no power of two takes more of them."""
-    usages = usage_of_each(compiled())
+    usages = usage_of_each(COMPILED)
     assert {c.name: usage for c, usage in usages.items() if usage.spills or usage.stack_bytes} == {}
     assert all(usage.shared_bytes <= SMEM_BYTES for usage in usages.values()) and len(usages) == 27
 

@@ -331,7 +331,9 @@ def test_v_in_rows_with_scales_by_block_is_transposed_first(
         (72, 448, 1, True),
         (128, 225, 2, False),
         (136, 320, 1, True),
-        (256, 321, 1, False),
+        (192, 321, 1, False),
+        (256, 1025, 1, False),
+        (256, 1024, 1, True),
         (256, 1, 8, True),
     ],
 )

@@ -118,8 +118,8 @@ class Fp8ForwardConfig(ForwardConfig):
         three stages, at head_dim 128, they take up to 3 % more, and with scores in float16 once 8
         (`fp8_transposers.json`). The eager softmax gained half a per cent by a form of it, and kernels with turns have
         not been timed."""
-        takes_turns = self.ping_pong or self.softmax is Softmax.EAGER
-        return self.v_rows and self.pipelined and self.head_dim == MAX_HEAD_DIM and not takes_turns
+        is_known = self.pipelined and not self.ping_pong and self.softmax is not Softmax.EAGER
+        return self.v_rows and self.head_dim == MAX_HEAD_DIM and is_known
 
     @property
     def two_walk_apart(self) -> bool:
