@@ -11,7 +11,7 @@ from cute_kernels.invariant import LoopInvariant
 from cute_kernels.seqlen import SeqlenInfo
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.forward.operands import Pipelines
-from hopper.swizzled_bytes import BytesByBits
+from hopper.swizzled_bytes import BytesByBits, SwizzledPlace
 from hopper.tiles import TmaOperand
 
 COLUMNS_PER_UNIT = 16
@@ -63,21 +63,36 @@ class VTransposer(LoopInvariant):
     @cute.jit
     def transpose(self, rows_state: PipelineState, v_state: PipelineState):
         """Make a stage of V of a loaded block; by all warps of the warpgroup."""
-        c = self.config
         self.pipe_rows.consumer_wait(rows_state)
+        self._move_units(self._first_unit(rows_state.index, v_state.index), v_state)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            self.pipes.v.producer_commit(v_state)
+        self.pipe_rows.consumer_release(rows_state)
+
+    def _first_unit(self, rows_stage: Int32, v_stage: Int32) -> tuple[SwizzledPlace, SwizzledPlace, Int32]:
+        """Of the warp's first unit: where a lane reads, where it writes, and the selector of ``_store_unit``."""
         # Pinned, so that nothing that comes of it is kept in registers from block to block.
         lane = pin(cute.arch.lane_idx(), Int32)
         # Lanes 8 i to 8 i + 7 name the rows of matrix i: a column of each pair, the other, and both again 16 keys on.
         # Even columns of four pairs go with odd ones of the others: eight rows that lie in different banks.
-        pair, makes_quads = lane & 7, c.o_from_registers
-        if const_expr(makes_quads):
-            row = row_of_quads(pair) + ((lane >> 3) + pair & 1)
+        pair, makes_quads = lane & 7, self.config.o_from_registers
+        if makes_quads:
+            row = row_of_quads(pair) + (((lane >> 3) + pair) & 1)
         else:
-            row = pair * 2 + ((lane >> 3) + (pair >> 2) & 1)
+            row = pair * 2 + (((lane >> 3) + (pair >> 2)) & 1)
         row += self.warp * COLUMNS_PER_UNIT
-        source = self.source.place(rows_state.index, lane, self.warp)
-        target = self.target.place(v_state.index, row, lane >> 4)
-        selector = EVEN_COLUMNS + (lane >> 2 & 1 if const_expr(makes_quads) else lane >> 4) * TO_ODD_COLUMNS
+        source = self.source.place(rows_stage, lane, self.warp)
+        target = self.target.place(v_stage, row, lane >> 4)
+        is_odd = (lane >> 2) & 1 if makes_quads else lane >> 4
+        return source, target, EVEN_COLUMNS + is_odd * TO_ODD_COLUMNS
+
+    @cute.jit
+    def _move_units(self, first_unit: tuple[SwizzledPlace, SwizzledPlace, Int32], v_state: PipelineState):
+        """``units_under_way`` are between their two places at a time: when one is stored, another is asked for. The first
+        are at hand when the stage becomes free, which consumers wait for."""
+        c, (source, target, selector) = self.config, first_unit
         units = [
             (step, columns)
             for step in range(c.tile_n // FP8_KEYS_PER_STEP)
@@ -86,7 +101,6 @@ class VTransposer(LoopInvariant):
         loaded = []
         for i in cutlass.range_constexpr(len(units) + c.units_under_way):
             if const_expr(i == c.units_under_way):
-                # The first units are at hand when the stage becomes free, which consumers wait for.
                 self.pipes.v.producer_acquire(v_state)
             if const_expr(i >= c.units_under_way):
                 step, columns = units[i - c.units_under_way]
@@ -95,11 +109,6 @@ class VTransposer(LoopInvariant):
             if const_expr(i < len(units)):
                 step, columns = units[i]
                 loaded.append(_load_unit(source.address(step * FP8_KEYS_PER_STEP, columns)))
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        if cute.arch.lane_idx() == 0:
-            self.pipes.v.producer_commit(v_state)
-        self.pipe_rows.consumer_release(rows_state)
 
 
 def row_of_quads(pair: Int32) -> Int32:
