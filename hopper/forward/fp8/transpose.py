@@ -90,8 +90,8 @@ class VTransposer(LoopInvariant):
 
     @cute.jit
     def _move_units(self, first_unit: tuple[SwizzledPlace, SwizzledPlace, Int32], v_state: PipelineState):
-        """``units_under_way`` are between their two places at a time: when one is stored, another is asked for. The first
-        are at hand when the stage becomes free, which consumers wait for."""
+        """``units_under_way`` are between their two places at a time: when one is stored, another is asked for. The
+        first are at hand when the stage becomes free, which consumers wait for."""
         c, (source, target, selector) = self.config, first_unit
         units = [
             (step, columns)
