@@ -43,7 +43,7 @@ class SwizzledBytes:
 
 class BytesByBits(SwizzledBytes):
     """The same by shifts, which take fewer instructions of a chunk that is not known before: it might be negative, for
-    all that a division knows. Kernels that divide have not been timed with it."""
+    all that a division knows. Decoding has not been timed with it."""
 
     def _part(self, chunk: int | Int32) -> int | Int32:
         return chunk >> (self.width // 16).bit_length() - 1

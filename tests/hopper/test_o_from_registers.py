@@ -62,7 +62,8 @@ def test_as_many_units_of_v_are_under_way_as_there_are_registers_for() -> None:
     in_order, half, of_128 = rows_of(256, False, 512), rows_of(256, False, 2048), rows_of(128, False, 512)
     assert [c.registers.producer for c in (in_order, half, of_128)] == [24, 40, 56]
     assert [c.units_under_way for c in (in_order, half, of_128)] == [3, 4, 4]
-    assert [replace(c, group=8).units_under_way for c in (in_order, of_128)] == [2, 4]
+    for more in ({"group": 8}, {"sinks": True}):
+        assert [replace(c, **more).units_under_way for c in (in_order, half, of_128)] == [2, 4, 4]
 
 
 def test_others_have_no_short_ends() -> None:

@@ -169,11 +169,20 @@ def test_more_queries_have_theirs_where_nobody_gets_the_lse(head_dim, queries, c
     for other in (more, problem._replace(window=(100, -1, 0)), problem._replace(two_level=True)):
         assert not select_config(other).v_rows or select_config(other).softmax is Softmax.EXACT
     narrow = select_config(problem._replace(without_lse=False))
-    if head_dim == MAX_HEAD_DIM:
-        in_order = (narrow.softmax, narrow.tile_n, narrow.ping_pong) == (Softmax.EXACT, 128, False)
-        assert narrow.v_rows and narrow.awaits_v_late and in_order
-    else:
-        assert narrow.v_rows == (queries // (1 + causal) <= FP8_ROW_QUERIES[head_dim])
+    is_widest = head_dim == MAX_HEAD_DIM
+    assert narrow.v_rows == (is_widest or queries // (1 + causal) <= FP8_ROW_QUERIES[head_dim])
+
+
+@pytest.mark.parametrize(("queries", "causal"), [(1024, False), (2560, True)])
+def test_rows_of_256_have_theirs_with_an_lse_too(queries: int, causal: bool) -> None:
+    """With the softmax that has scores in float32, unless P V is added up in two levels or the LSE is exact."""
+    shapes = [(99_999, queries, 1, 256)] * 3
+    problem = Fp8Problem(*shapes, 0, 0, 0, torch.bfloat16, causal, v_rows=True)
+    config = select_config(problem)
+    assert config.v_rows and config.awaits_v_late and config.tile_n == 128
+    more = problem._replace(q_shape=(99_999, queries + 520, 1, 256))
+    others = more, problem._replace(two_level=True), problem._replace(exact_lse=True)
+    assert not any(select_config(other).v_rows for other in others)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cute_kernels.problem import DENSE, MAX_HEAD_DIM, SCORE_FEATURES
-from hopper.config import WARPGROUP_ROWS, ForwardConfig
+from hopper.config import TWO_CONSUMERS, WARPGROUP_ROWS, ForwardConfig
 
 FP8_DTYPE = "float8_e4m3fn"
 WIDE_CODES_DTYPE = "float16"
@@ -115,9 +115,9 @@ class Fp8ForwardConfig(ForwardConfig):
     def awaits_v_late(self) -> bool:
         """At head_dim 256 with V in rows. A block of V is there only once it has been transposed, into the stage that
         the slower warpgroup has left last: to await it where P is made is to wait. Calls take 0.5 to 4 % less. With
-        three stages, at head_dim 128, they take up to 3 % more, and with scores in float16 once 8
-        (`fp8_transposers.json`). The eager softmax gained half a per cent by a form of it, and kernels with turns have
-        not been timed."""
+        three stages, at head_dim 128, they take up to 3.5 % more, and with scores in float16 once 9
+        (`fp8_transposers.json`). The eager softmax gained 0.2 to 0.6 % by a form of it and by early reads, and kernels
+        with turns have not been timed."""
         is_known = self.pipelined and not self.ping_pong and self.softmax is not Softmax.EAGER
         return self.v_rows and self.head_dim == MAX_HEAD_DIM and is_known
 
@@ -172,7 +172,7 @@ class Fp8ForwardConfig(ForwardConfig):
     def blocks_a_wary_block(self) -> int:
         """That of ``HalfScoresSoftmax`` with ``lone_scales``. At head_dim 256 products and shared memory take most of a
         block's time, so that to be wary costs little: with 768 keys 3 % of N(0, 1), where peaky inputs gain 5 to 8
-        (`fp8_wary_beginnings.json`). With 512 it would take N(0, 1) to 1.00 of FlashAttention-3's speed or below."""
+        (`fp8_wary_beginnings.json`). Dense e4m3 tensors without a mask have another softmax up to 1024 keys since."""
         return 5 if self.head_dim > 128 else 8
 
     @property
@@ -224,11 +224,13 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def units_under_way(self) -> int:
-        """Of V, from shared memory to a warp that transposes (``VTransposer``): as many as it has registers for, of
-        which places of several heads take some. Two in turns took 1 to 3 % longer (`fp8_transposers.json`)."""
+        """Of V, from shared memory to a warp that transposes (``VTransposer``): as many as it has registers for. With
+        several heads or sinks there are fewer, as ptxas shares them out. Two take -0.3 to 2.4 % longer where each
+        maximum is taken, -1.2 to 0.9 with scores in float16 (`fp8_transposers.json`)."""
         if self.registers.producer >= REGISTERS_OF_FOUR_UNITS:
             return 4
-        return 3 if self.group == 1 else 2
+        is_short_of_them = self.registers == TWO_CONSUMERS and (self.group > 1 or self.sinks)
+        return 2 if is_short_of_them else 3
 
     @property
     def o_shares_rows(self) -> bool:

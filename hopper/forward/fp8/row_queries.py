@@ -15,8 +15,9 @@ FP8_HALF_ROW_QUERIES = {
     (256, False): 1024,
     (256, True): 768,
 }
-"""The same for ``FP8_HALF_ROW_TILINGS``, and by causal (`fp8_drop_in_rows.json`). Shared memory sets the limit: at
-head_dim 256 a block of 128 keys takes 2048 cycles of products and 1792 of shared memory, and 512 to be transposed."""
+"""The same for ``FP8_HALF_ROW_TILINGS`` and ``FP8_RETURNED_LSE_ROW_TILINGS``, and by causal
+(`fp8_drop_in_rows.json`). Shared memory sets the limit: at head_dim 256 a block of 128 keys takes 2048 cycles of
+products and 1792 of shared memory, and 512 to be transposed."""
 
 FP8_LONE_HALF_ROW_QUERIES = {**FP8_HALF_ROW_QUERIES, (256, True): 1280}
 """The same where no heads share K and V, which a kernel ahead reads and writes for each (`fp8_short_ends.json`)."""

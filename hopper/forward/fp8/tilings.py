@@ -231,11 +231,11 @@ FP8_HALF_ROW_TILINGS: dict[tuple[int, bool], tuple[Tiling, ...]] = {
 """By head_dim and causal, for V in rows where nobody gets the LSE and nothing is masked but causally."""
 
 BETWEEN_KEYS = 384
-"""Without a mask, up to which rows of ``BETWEEN`` are served in those of head_dim 256 where each maximum is taken."""
+"""Up to how many keys, without a mask, rows of ``BETWEEN`` take each maximum, in the kernel of head_dim 256."""
 
 FP8_RETURNED_LSE_ROW_TILINGS = (wide_rows(in_order, 128, 128, 2),)
-"""The same at head_dim 256 where the LSE is returned, and not exact, so that scores are in float32
-(`fp8_transposers.json`)."""
+"""As ``FP8_HALF_ROW_TILINGS`` above 192 columns, for any number of keys, where the LSE is returned, and not exact, so
+that scores are in float32 (`fp8_transposers.json`)."""
 
 PARTS_TRANSPOSING = Registers(consumer=216, producer=72)
 """Where keys are in parts, what finds them takes registers of those who transpose."""
