@@ -34,7 +34,7 @@ demo: $(STAMP)
 # another has left. One thread each: see demo. Bytecode is kept even where the environment says otherwise, since
 # every process that a test starts would compile our sources again.
 test: $(STAMP)
-	@echo "The CPU test suite: about 29 minutes on two cores, less on more"
+	@echo "The CPU test suite: about 27 minutes on two cores, less on more"
 	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-gpu: $(STAMP)
