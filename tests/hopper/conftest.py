@@ -11,7 +11,7 @@ from tests.hopper import on_numpy
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_of_one_file() -> Iterator[None]:
-    """Those of other files are let go: each has some ten thousand objects, through which every full collection of
-    garbage goes, and tests of benchmarks ask for many of these."""
+    """Programs of other files are let go: each has tens of thousands of objects, which every full collection of garbage
+    looks through, and what runs benchmarks collects between any two of them."""
     yield
     on_numpy.program_of.cache_clear()
