@@ -26,8 +26,8 @@ from hopper_attention.compile_cache import get_forward
 from hopper_attention.experiments.bench.peers import Inputs, Setting, call_of_fa3, why_no_fa3
 from hopper_attention.experiments.bench.timing import Effort, Launch, seconds_in_turns, stopwatch_for
 from hopper_attention.launch.base import count_ctas
-from hopper_attention.launch.packed_forward import find_planner
 from hopper_attention.launch.paged_forward import PagedForwardLauncher, page_rows_of, paged_forward
+from hopper_attention.launch.planners import find_planner
 from hopper_attention.masks import MaskSpec
 from hopper_attention.scores import NO_SCORES
 

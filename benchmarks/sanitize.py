@@ -55,8 +55,8 @@ from hopper_attention.launch.backward import find_divided, run_backward
 from hopper_attention.launch.base import no_vectors
 from hopper_attention.launch.fp8 import EmulationLaunch, adds_mean
 from hopper_attention.launch.packed_backward import make_packed_backward_launcher
-from hopper_attention.launch.packed_forward import find_planner
 from hopper_attention.launch.paged_forward import PagedForwardLauncher
+from hopper_attention.launch.planners import find_planner
 from hopper_attention.launch.quantize import Outputs, empty_outputs
 from hopper_attention.launch.quantize import find as find_quantizer
 from hopper_attention.launch.widen import widened

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from cute_kernels.plan.config import plan_words
+from cute_kernels.plan.parts import number_of
+from cute_kernels.plan.parts_kernel import KEYS_OF_A_TILE, SHARES
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,65 @@ class Packed:
         return offset, length
 
 
-def plan_of(q: Packed, k: Packed, tile: int, of_keys: bool = False) -> Tensor:
-    """What ``PlanKernel`` writes; words that it leaves alone are -1."""
+@dataclass(frozen=True)
+class InParts:
+    """What ``PartsPlanKernel`` takes beside lengths: keys of a block, heads, tiles that run at a time, parts at most,
+    and blocks that a tile visits at most. With ``each`` a part has so many blocks at most, and nothing is counted."""
+
+    tile_n: int
+    heads: int
+    slots: int
+    most: int
+    seen: int = 2**20
+    each: int = 0
+
+    def parts_of(self, seqlen_k: int, each: int) -> int:
+        return min(max(-(-self._blocks(seqlen_k) // each), 1), self.most)
+
+    def _blocks(self, seqlen_k: int) -> int:
+        return min(-(-seqlen_k // self.tile_n), self.seen)
+
+    def cost(self, tried: int, sequences: list[tuple[int, int]]) -> float:
+        """Of parts of so many blocks at most, in blocks; ``sequences`` are tiles and keys."""
+        numbers = [tiles * max(-(-self._blocks(keys) // tried), 1) for tiles, keys in sequences]
+        number, of_a_tile = max(sum(numbers), 1), KEYS_OF_A_TILE / self.tile_n
+        mean = sum(tiles * self._blocks(keys) for tiles, keys in sequences) / number
+        return max(tried + of_a_tile, -(-number * self.heads // self.slots) * (mean + of_a_tile))
+
+    def blocks_of_a_part(self, sequences: list[tuple[int, int]]) -> int:
+        """As the kernel finds them."""
+        if self.each:
+            return self.each
+        longest = max([1, *(self._blocks(keys) for tiles, keys in sequences if tiles)])
+        tried = [-(-longest // -(-self.most * share // SHARES[-1])) for share in SHARES]
+        return min(tried, key=lambda each: self.cost(each, sequences))
+
+
+def plan_of(
+    q: Packed, k: Packed, tile: int, of_keys: bool = False, in_parts: InParts | None = None
+) -> Tensor:
+    """What ``PlanKernel`` writes, or ``PartsPlanKernel``; words that it leaves alone are -1."""
     sequences = range(q.batch + 1)
     rows_q, rows_k = [q.rows(i) for i in sequences], [k.rows(i) for i in sequences]
     own, other = (rows_k, rows_q) if of_keys else (rows_q, rows_k)
     costs = [0 if i == q.batch else other[i][1] for i in sequences]
+    tiles = [-(-rows // tile) for _, rows in own]
+    parts, numbers = [1] * len(sequences), [[i] for i in sequences]
+    if in_parts is not None:
+        each = in_parts.blocks_of_a_part(list(zip(tiles[:-1], costs[:-1], strict=True)))
+        parts = [in_parts.parts_of(cost, each) for cost in costs]
+        numbers = [[number_of(i, part, parts[i]) for part in range(parts[i])] for i in sequences]
     entries: list[int] = []
     for i in sorted(sequences, key=lambda i: (-costs[i], i)):
-        before = len(entries) // 2
-        entries += [i, before] * -(-own[i][1] // tile)
+        for number in numbers[i]:
+            before = len(entries) // 2
+            entries += [number, before] * tiles[i]
     if of_keys:
         rows_q[-1] = (rows_q[-1][0], 0)
     else:
         rows_k[-1] = (rows_k[-1][0], 0)
     records = [word for i in sequences for word in (*rows_q[i], *rows_k[i])]
-    words = plan_words((k if of_keys else q).total, q.batch, tile)
+    words = plan_words((k if of_keys else q).total, q.batch, tile, in_parts.most if in_parts else 1)
     capacity = (words - 4 - len(records)) // 2
     entries = entries[: 2 * capacity]
     plan = [len(entries) // 2, -1, -1, -1, *records, *entries]

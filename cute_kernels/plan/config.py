@@ -11,12 +11,22 @@ PLAN_HEADER, RECORD, ENTRY = 4, 4, 2
 
 WARPS_PER_CTA = 8
 
+SEQUENCE_BITS, PART_BITS = 17, 7
+"""Of the number of a sequence whose keys are in parts (``parts.py``): those that are the sequence's, those of the part.
+Those above are one less than its number of parts."""
+
+MOST_PARTS = 2**PART_BITS - 1
+MOST_SEQUENCES_IN_PARTS = 2**SEQUENCE_BITS - 1
+"""Beside the last, of rows that belong to none."""
+
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The kernel that makes plans, for any tiles; ``arch`` is what it is compiled for."""
+    """The kernel that makes plans, for any tiles; ``arch`` is what it is compiled for. With ``in_parts`` keys of tiles
+    are in parts (``parts_kernel.py``)."""
 
     arch: str
+    in_parts: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -24,7 +34,7 @@ class PlanConfig:
 
     @property
     def name(self) -> str:
-        return f"plan_{self.arch}"
+        return f"plan_{self.arch}{'_parts' if self.in_parts else ''}"
 
 
 def plan_entries(total: int, batch: int, tile: int) -> int:
@@ -32,9 +42,9 @@ def plan_entries(total: int, batch: int, tile: int) -> int:
     return total // tile + batch + 1
 
 
-def plan_words(total: int, batch: int, tile: int) -> int:
-    """int32 of a plan for tiles of ``tile`` out of ``total`` rows."""
-    return PLAN_HEADER + RECORD * (batch + 1) + ENTRY * plan_entries(total, batch, tile)
+def plan_words(total: int, batch: int, tile: int, parts: int = 1) -> int:
+    """int32 of a plan for tiles of ``tile`` out of ``total`` rows, whose keys are in up to so many parts."""
+    return PLAN_HEADER + RECORD * (batch + 1) + ENTRY * plan_entries(total, batch, tile) * parts
 
 
 def check_packed_size(kernel: str, heads: int, batch: int, totals: tuple[int, int], tile: int) -> None:

@@ -80,9 +80,13 @@ class PackedTileOrder(LoopInvariant):
         place = first_entry + tile // self.num_heads
         cute.autovec_copy(cute.local_tile(self.plan, (ENTRY,), (place,)), entry)
         batch, before = entry[0], entry[1]
-        order = self.order_of(PackedSeqlens(self.plan).of(batch))
+        order = self.order_of(PackedSeqlens(self.plan).of(self.sequence_of(batch)))
         block, head, _ = order.coordinates(tile - before * self.num_heads)
         return block, head, batch
+
+    def sequence_of(self, number: Any) -> Any:
+        """Whose tile it is that an entry has ``number`` for."""
+        return number
 
     def order_of(self, seqlens: SeqlenInfo) -> Any:
         """That of the tiles of a sequence, from number 0 on."""

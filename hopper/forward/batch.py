@@ -193,6 +193,7 @@ class PackedBatch(DenseBatch):
     """
 
     store_type = PackedTmaStore
+    order_type = PackedTileOrder
 
     def heads_and_sequences(self, mLSE: cute.Tensor) -> tuple[Int32, Int32]:
         """Sequences lie in one."""
@@ -228,7 +229,7 @@ class PackedBatch(DenseBatch):
         divisors: tuple = (),
     ) -> PackedTileOrder:
         (plan, sequences), (num_heads, _) = lengths, self.heads_and_sequences(mLSE)
-        return PackedTileOrder(
+        return self.order_type(
             plan,
             sequences,
             PackedTileOrder.count(plan, num_heads),

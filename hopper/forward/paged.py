@@ -11,11 +11,11 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import KeyBlocks
+from cute_kernels.plan.parts import sequence_of_number
 from cute_kernels.seqlen import PackedRows
 from hopper.forward.kv_source import FoundTiles, WordOfNextTile
 from hopper.forward.operands import PerOperand, Work
 from hopper.forward.producer import NO_WORD, NoWord, Producer
-from hopper.forward.split import without_part
 from hopper.tiles import TmaOperand, ragged_view
 
 
@@ -197,7 +197,7 @@ class BoxLoader(LoopInvariant):
 
     def sequence(self, batch: Int32) -> Int32:
         """Whose keys the pages have, of what the coordinates of a tile say."""
-        return without_part(batch) if self.has_parts else batch
+        return sequence_of_number(batch) if self.has_parts else batch
 
     def row_of_lane(self, row: Int32) -> Int32:
         """The first row of this lane's box of a block that begins with ``row``."""

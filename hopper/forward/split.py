@@ -1,7 +1,8 @@
 """Tiles whose keys several CTAs visit, a part each: where there are fewer tiles than multiprocessors.
 
 Each part leaves O, normalised, and LSE in float32, and the kernel of ``cute_kernels/combine`` adds the parts up. (The
-idea is that of Flash-Decoding.) The number of a sequence says which part of the keys is meant too: ``PART_SHIFT``.
+idea is that of Flash-Decoding.) The number of a sequence says which part of the keys is meant too. Dense sequences have
+as many parts as each other, packed ones as many as their plan says (``cute_kernels/plan/parts.py``).
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.fragments import (
     COLUMNS_PER_GROUP,
@@ -25,14 +26,20 @@ from cute_kernels.fragments import (
 from cute_kernels.integers import maximum, minimum
 from cute_kernels.invariant import LoopInvariant
 from cute_kernels.key_blocks import BlockRange, KeyBlocks
-from cute_kernels.plan.packed import PackedSeqlens
+from cute_kernels.plan.parts import (
+    PartPackedSeqlens,
+    PartTileOrder,
+    part_of_number,
+    parts_of_number,
+    sequence_of_number,
+)
 from cute_kernels.seqlen import DenseSeqlens, SeqlenInfo
 from cute_kernels.window import Window
 from hopper.forward.grouped import GroupedBatch, GroupedPackedBatch, place_of_row
 from hopper.forward.store import DenseTmaStore
 
 PART_SHIFT = 24
-"""Bits of a number that are the sequence's. Those above are the part's."""
+"""Bits of the number of a dense sequence that are the sequence's. Those above are the part's."""
 
 
 @dataclass(frozen=True)
@@ -44,33 +51,24 @@ class PartSeqlenInfo(SeqlenInfo):
 
 def part_of(seqlens: SeqlenInfo) -> Any:
     """Of packed sequences, which the mailbox tells of, the number has it still."""
-    return seqlens.batch >> PART_SHIFT if seqlens.is_packed else seqlens.part
+    return part_of_number(seqlens.batch) if seqlens.is_packed else seqlens.part
 
 
 def sequence_of(seqlens: SeqlenInfo) -> Any:
     """The number of the sequence itself, of tiles in parts."""
-    return without_part(seqlens.batch) if seqlens.is_packed else seqlens.batch
-
-
-def without_part(number: Any) -> Any:
-    return number & ((1 << PART_SHIFT) - 1)
+    return sequence_of_number(seqlens.batch) if seqlens.is_packed else seqlens.batch
 
 
 class PartDenseSeqlens(DenseSeqlens):
     def of_tile(self, m_block: Any, batch: Any) -> PartSeqlenInfo:
         part = batch >> PART_SHIFT
-        return PartSeqlenInfo(self.seqlen_q, self.seqlen_k, without_part(batch), part=part)
-
-
-class PartPackedSeqlens(PackedSeqlens):
-    def of_tile(self, m_block: Int32, batch: Int32) -> SeqlenInfo:
-        s = self.of(without_part(batch))
-        return SeqlenInfo(s.seqlen_q, s.seqlen_k, batch, s.offset_q, s.offset_k, is_packed=True)
+        sequence = batch & ((1 << PART_SHIFT) - 1)
+        return PartSeqlenInfo(self.seqlen_q, self.seqlen_k, sequence, part=part)
 
 
 @dataclass(frozen=True)
 class SplitRange(BlockRange):
-    """``BlockRange`` of tiles in ``splits`` parts."""
+    """``BlockRange`` of tiles in ``splits`` parts, of which packed sequences may have fewer."""
 
     splits: Any = 1
 
@@ -79,8 +77,9 @@ class SplitRange(BlockRange):
         row sees."""
         begin, part = self.begin(m_block, seqlens), part_of(seqlens)
         number = self.end(m_block, seqlens) - begin
-        each = number // self.splits
-        longer = number - each * self.splits
+        parts = parts_of_number(seqlens.batch) if seqlens.is_packed else self.splits
+        each = number // parts
+        longer = number - each * parts
         first = begin + part * each + minimum(part, longer)
         count = each + minimum(maximum(longer - part, 0), 1)
         return SplitBlocks(self, m_block, seqlens, first + maximum(count, 1), first)
@@ -100,7 +99,8 @@ class SplitBlocks(KeyBlocks):
 
 @dataclass(frozen=True)
 class SplitOrder(LoopInvariant):
-    """The tiles of an ``order`` once for each of ``splits`` parts, those of a part behind each other."""
+    """The tiles of an ``order`` of dense sequences once for each of ``splits`` parts, those of a part behind each
+    other."""
 
     order: Any
     splits: Any
@@ -136,6 +136,16 @@ class PartStore(DenseTmaStore):
                 query, place = self._place(head, seqlens, row + r * ROW_STRIDE)
                 if query < seqlens.seqlen_q:
                     self.mLSE[place] = values[r]
+                    if const_expr(seqlens.is_packed):
+                        self._leave_out_others(place, seqlens)
+
+    @cute.jit
+    def _leave_out_others(self, place: tuple, seqlens: SeqlenInfo):
+        """The last part of a sequence says that there are no more: whose LSE is -inf adds nothing, and is not read."""
+        part, *of_row = place
+        if part == parts_of_number(seqlens.batch) - 1:
+            for missing in cutlass.range(part + 1, self.mLSE.shape[0], unroll=1):
+                self.mLSE[(missing, *of_row)] = -Float32.inf
 
     @cute.jit
     def rows(self, acc: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):
@@ -202,9 +212,7 @@ class SplitPackedBatch(GroupedPackedBatch):
     make_o_atom = SplitBatch.make_o_atom
     heads_and_sequences = SplitBatch.heads_and_sequences
     block_range = SplitBatch.block_range
-
-    def order(self, lengths: tuple, mLSE: cute.Tensor, *others: Any) -> SplitOrder:
-        return SplitOrder(super().order(lengths, mLSE, *others), mLSE.shape[0])
+    order_type = PartTileOrder
 
     def seqlens(self, lengths: tuple) -> PartPackedSeqlens:
         return PartPackedSeqlens(lengths[0])

@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, int32
+from torch import Tensor
 
-from cute_kernels.plan.config import check_packed_size, plan_words
+from cute_kernels.plan.config import check_packed_size
 from hopper.decode.config import DecodeConfig
 from hopper_attention import device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.cache_tiles import pages_of_a_sequence
 from hopper_attention.checks import FP8_DTYPE, Result, TensorSpec
 from hopper_attention.descaled_again import Places, distinct, scale_at
-from hopper_attention.device_memory import Facts, Piece, Pieces
+from hopper_attention.device_memory import Facts, Pieces
 from hopper_attention.features import is_constant
 from hopper_attention.kvcache_again import WINDOW
 from hopper_attention.kvcache_call import CheckedCall
@@ -30,7 +30,6 @@ from hopper_attention.launch.base import REMEMBERED_CALLS, current_device, no_ve
 from hopper_attention.launch.cache_tiles import CacheTilesLauncher, find_tiles
 from hopper_attention.launch.decode import DecodeLauncher, find_decode, is_aligned
 from hopper_attention.launch.kvcache import find_way
-from hopper_attention.launch.packed_forward import OF_QUERIES
 from hopper_attention.launch.paged_forward import CacheSpecs, find_paged_launch
 from hopper_attention.launch.split_forward import SplitSizes, merge_in_script
 from hopper_attention.layout import TMA_BYTES, make_addressable, make_packed_addressable, new_layout
@@ -259,15 +258,16 @@ class _CacheScript:
         """``q`` and ``caches`` are those of the call, rows of all sequences and pages in one dimension."""
         shape, config, device = self.call.shape, self.launcher.config, self.call.shape.device
         totals, tile = (shape.total_q, shape.batch * shape.capacity), config.tile_queries
-        check_packed_size("kernel", shape.heads, shape.batch, totals, tile)
+        planner, heads = self.launcher.planner, shape.heads
+        check_packed_size("kernel", heads * self.launcher.splits, shape.batch, totals, tile)
         of_k = kept_argument(device_memory.multiples(shape.batch + 1, shape.capacity, device))
         of_q = self.listed("cu_seqlens_q") or kept_argument(
             device_memory.multiples(shape.batch + 1, shape.seqlen_q, device)
         )
         lengths, unused = self.listed("cache_seqlens"), kept_argument(device_memory.no_lengths(device))
-        of_plan = of_q, of_k, unused, lengths, self.plan, *totals, tile, OF_QUERIES
-        steps = [Step(self.launcher.planner.kernel, of_plan)]
-        work: Pieces = (Piece((plan_words(totals[0], shape.batch, tile),), int32),)
+        of_tiles = planner.options(tile, heads // config.group)
+        steps = [Step(planner.kernel, (of_q, of_k, unused, lengths, self.plan, *totals, *of_tiles))]
+        work: Pieces = (planner.memory(totals[0], shape.batch, tile),)
         rows = (shape.total_q, shape.heads, shape.head_dim_v)
         out = Part(OUT, 0, (*new_layout(rows), shape.out_dtype))
         no_lse = kept_argument(no_vectors(1, shape.heads, device)[0])

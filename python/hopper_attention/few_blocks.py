@@ -148,7 +148,7 @@ def few_cost(shape: CacheShape, tiling: Tiling, group: int, splits: int) -> floa
     blocks, rows = -(-shape.seqlen_k // tiling.tile_n), tiling.tile_m
     part = shape.seqlen_k if splits == 1 else -(-blocks // splits) * tiling.tile_n
     count = count_tiles(shape, group, rows) * splits
-    tiles = FewTiles(rows, count, _ctas(tiling), KEYS[native_size(shape)][rows], (part, part), splits)
+    tiles = FewTiles(rows, count, _ctas(tiling), KEYS[native_size(shape)][rows], (part, part), splits, splits)
     return cost_of_tiles(FEW, tiles, shape, shape.seqlen_k)
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
+from cute_kernels.plan.config import MOST_PARTS, MOST_SEQUENCES_IN_PARTS
 from cute_kernels.problem import DENSE, VARLEN
 from hopper.forward.fp8.tilings import FEW_QUERIES, few_queries_tilings
 from hopper.group_rows import queries_of_rows
-from hopper_attention.few_queries_times import COLUMNS, MOST_SEQUENCES, DecodeTimes
+from hopper_attention.few_queries_times import COLUMNS, MOST_SEQUENCES, DecodeTimes, parts_by_mean
 from hopper_attention.kvcache_checks import CacheShape
 from hopper_attention.packing_rules import FORWARD_ROWS, MULTIPROCESSORS
 
@@ -88,12 +89,8 @@ SWAPPED_OF_PACKED = {8: DecodeTimes(6.0, 1.7, 0.007), 16: DecodeTimes(9.0, 1.7, 
 """The same of packed sequences, by the rows of that operand."""
 
 
-MOST_TIMES_MEAN = 6
-"""The longest of packed sequences counts as no more than so many times their mean: bounds of lengths may be loose, and
-parts for keys that are not there cost more than parts that are missing."""
-
-MOST_PARTS = 127
-"""That a number of a tile's sequence has room for (``hopper.forward.split.PART_SHIFT``)."""
+MOST_TIMES_MEAN = 16
+"""The longest of packed sequences counts as no more than so many times their mean: bounds of lengths may be loose."""
 
 
 def native_size(shape: CacheShape) -> int:
@@ -131,14 +128,15 @@ def few_cost(
     of calls without a cache by default."""
     native = native_size(shape)
     longest = _longest_part(shape, mean_k, tile_rows, splits)
-    mean_part = longest * mean_k / _longest(shape, mean_k)
+    parts = parts_by_mean(splits, _longest(shape, mean_k), mean_k)
     tiles = FewTiles(
         tile_rows,
-        count_tiles(shape, group, tile_rows) * splits,
+        ceil(count_tiles(shape, group, tile_rows) * parts),
         CTAS[native][tile_rows],
         KEYS[native][tile_rows],
-        (longest, mean_part),
+        (longest, longest * splits / parts * mean_k / _longest(shape, mean_k)),
         splits,
+        parts,
     )
     usual = FEW_PACKED if shape.is_packed_q else FEW
     return cost_of_tiles(times or usual, tiles, shape, mean_k)
@@ -153,7 +151,8 @@ class FewTiles(NamedTuple):
         ctas: that share a multiprocessor.
         key: what a multiprocessor takes for a key of a tile.
         parts: keys of the longest part, and of a part by the mean.
-        splits: parts of a tile's keys.
+        splits: parts of a tile's keys, of packed sequences those of the longest.
+        parts_by_mean: the same of a sequence of average length.
     """
 
     rows: int
@@ -162,6 +161,7 @@ class FewTiles(NamedTuple):
     key: float
     parts: tuple[float, float]
     splits: int
+    parts_by_mean: float
 
 
 def cost_of_tiles(times: FewTimes, tiles: FewTiles, shape: CacheShape, mean_k: float) -> float:
@@ -174,7 +174,7 @@ def cost_of_tiles(times: FewTimes, tiles: FewTiles, shape: CacheShape, mean_k: f
     of_keys = max(of_one * mean_part * key, longest * key, read)
     cost = times.start + -(-of_one // tiles.ctas) * of_tile + of_keys
     if tiles.splits > 1:
-        columns = tiles.splits * shape.heads * shape.total_q * shape.head_dim / 2**20
+        columns = tiles.parts_by_mean * shape.heads * shape.total_q * shape.head_dim / 2**20
         cost += times.merge + times.merge_part * tiles.splits + times.merge_column * columns
     return cost
 
@@ -182,9 +182,13 @@ def cost_of_tiles(times: FewTimes, tiles: FewTiles, shape: CacheShape, mean_k: f
 def numbers_of_parts(shape: CacheShape, mean_k: float, group: int, tile_rows: int) -> set[int]:
     """Those worth trying: one, what fills the multiprocessors in part or several times, what leaves a part few key
     blocks; each is the least whose longest part is as long."""
+    if shape.is_packed_q and shape.batch > MOST_SEQUENCES_IN_PARTS:
+        return {1}
     slots = MULTIPROCESSORS * CTAS[native_size(shape)][tile_rows]
     tiles, blocks = count_tiles(shape, group, tile_rows), _blocks_of_parts(shape, mean_k, tile_rows)
-    return {1, *worthwhile_parts(slots / tiles, blocks, shape.batch)}
+    stretches = {1.0, _longest(shape, mean_k) / mean_k}
+    tried = (worthwhile_parts(slots / tiles * each, blocks, shape.batch) for each in stretches)
+    return {1}.union(*tried)
 
 
 def worthwhile_parts(filling: float, blocks: int, batch: int) -> set[int]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 
+from cute_kernels.plan.config import MOST_SEQUENCES_IN_PARTS
 from hopper.config import WARPGROUP_ROWS
 from hopper.group_rows import rows_of_queries
 from hopper_attention.decode_rules import ctas_of_pieces
@@ -115,31 +117,41 @@ def forward_cost(
     """Of the forward kernel with ``group`` heads in a tile, whose keys are in ``splits`` parts. It has a CTA for each
     multiprocessor. The longest sequence is one's. ``times`` are those of calls without a cache by default."""
     times = times or (PACKED_FORWARD if shape.is_packed_q else DENSE_FORWARD)
-    heads = shape.heads // group
+    heads, parts = shape.heads // group, parts_by_mean(splits, shape.seqlen_k, mean_k)
     wide, rows = shape.head_dim / COLUMNS, rows_of_queries(shape.seqlen_q, group)
     is_high = splits > 1 and rows > FORWARD_ROWS and max(shape.head_dim, shape.head_dim_v) <= WARPGROUP_ROWS
     tile_m = HIGH_ROWS if is_high else FORWARD_ROWS
-    tiles = heads * _tiles_of_head(shape, group, tile_m) * splits
+    tiles = ceil(heads * _tiles_of_head(shape, group, tile_m) * parts)
     turns = -(-tiles // MULTIPROCESSORS)
     # Warpgroups without a query leave tiles that are in one part.
     is_half = rows <= WARPGROUP_ROWS and splits == 1
     key = (times.key_of_half if is_half else times.key) * tile_m / FORWARD_ROWS
     # Heads that share keys read them together.
     read = times.read * tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / heads
-    of_keys = max(turns * mean_k * max(key, read), shape.seqlen_k * key) / splits * wide
+    of_keys = max(turns * mean_k / parts * max(key, read), shape.seqlen_k / splits * key) * wide
     cost = times.start + turns * (times.tile + wide * times.tile_columns) + of_keys
     if splits > 1:
-        columns = splits * shape.heads * shape.total_q * shape.head_dim / 2**20
+        columns = parts * shape.heads * shape.total_q * shape.head_dim / 2**20
         cost += times.merge + times.merge_part * splits + times.merge_column * columns
     return cost
 
 
+def parts_by_mean(splits: int, longest: float, mean_k: float) -> float:
+    """Of a sequence, where the longest is in so many: others have parts as long, and half a part is rounded up."""
+    share = mean_k / longest
+    return max(splits * share + (1 - share) / 2, 1.0)
+
+
 def best_splits(shape: CacheShape, mean_k: float, group: int, times: ForwardTimes | None = None) -> int:
     """The number of parts that takes least time, of those that fill the multiprocessors once, twice or three times, or
-    nearly: trying all would take a call longer than what it gains."""
+    nearly, with parts of the longest sequence or of one of average length: trying all would take a call longer than
+    what it gains."""
+    if shape.is_packed_q and shape.batch > MOST_SEQUENCES_IN_PARTS:
+        return 1
     most = min(MOST_SPLITS, shape.seqlen_k // LEAST_KEYS, MOST_SEQUENCES // shape.batch)
     tiles = shape.heads // group * _tiles_of_head(shape, group, FORWARD_ROWS)
-    filling = (turns * MULTIPROCESSORS / tiles for turns in (1, 2, 3))
+    stretches = {1.0, shape.seqlen_k / mean_k}
+    filling = [turns * MULTIPROCESSORS / tiles * each for turns in (1, 2, 3) for each in stretches]
     tried = {1, *(min(int(number * share), most) for number in filling for share in (0.5, 0.75, 1.0))}
     numbers = sorted(number for number in tried if number >= 1)
     return min(numbers, key=lambda splits: forward_cost(shape, mean_k, group, splits, times))

@@ -359,6 +359,7 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
                 )
                 yield plan.config
                 if isinstance(plan.config, ForwardConfig) and plan.config.split:
+                    yield PlanConfig(HOPPER_ARCH, in_parts=True)
                     for parts in (2, MOST_SPLITS):
                         yield select_combine_config(plan.config.out_dtype, parts, HOPPER_ARCH)
                 if isinstance(plan.config, DecodeConfig):
@@ -398,6 +399,7 @@ def _kernels_of(few: FewQueries, problem: AttentionProblem, model: ModelShape) -
         yield of_forward
         if few.splits > 1 and isinstance(of_forward, ForwardConfig):
             yield select_combine_config(of_forward.out_dtype, few.splits, HOPPER_ARCH)
+            yield from [PlanConfig(HOPPER_ARCH, in_parts=True)] if problem.is_packed else ()
 
 
 def _with_rows(x: TensorSpec, rows: int) -> TensorSpec:

@@ -9,14 +9,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cute_kernels.plan.config import check_packed_size, plan_words
+from cute_kernels.plan.config import check_packed_size
 from hopper_attention import checks, device_memory
 from hopper_attention._kernels import kept_argument
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import current_device, no_vectors
-from hopper_attention.launch.packed_forward import OF_QUERIES
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher
 from hopper_attention.layout import TMA_BYTES
 from hopper_attention.lengths import Lengths
@@ -141,15 +140,16 @@ class PackedSteps:
     @property
     def plan_memory(self) -> Piece:
         """Of the plan."""
-        words = plan_words(self.q_shape[0], self.batch, self.launcher.config.tile_queries)
-        return Piece((words,), torch.int32)
+        launcher = self.launcher
+        return launcher.planner.memory(self.q_shape[0], self.batch, launcher.config.tile_queries)
 
     def plan(self) -> Step:
         """What makes the plan."""
         totals = self.q_shape[0], self.v_shape[0]
         starts = Given(STARTS_Q), Given(STARTS_K)
-        of_plan = *totals, self.launcher.config.tile_queries, OF_QUERIES
-        return Step(self.launcher.planner.kernel, (*starts, self.unused, self.used_k, Given(PLAN), *of_plan))
+        planner, config = self.launcher.planner, self.launcher.config
+        of_plan = *totals, *planner.options(config.tile_queries, self.q_shape[1] // config.group)
+        return Step(planner.kernel, (*starts, self.unused, self.used_k, Given(PLAN), *of_plan))
 
     def attention(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_kernels.plan.config import WARPS_PER_CTA, PlanConfig, plan_words
 from tests.hopper.on_numpy import Arguments, program_of
-from tests.plans import Packed, plan_of
+from tests.plans import InParts, Packed, plan_of
 
 UNWRITTEN = -1
 
@@ -55,25 +55,43 @@ class Packing:
         offset, length = self.k.rows(i)
         return range(offset, offset + length)
 
-    def plan(self, tile: int, of_keys: bool = False) -> Tensor:
+    def plan(self, tile: int, of_keys: bool = False, in_parts: InParts | None = None) -> Tensor:
         """What the kernel should make of it; words that it should not write are ``UNWRITTEN``."""
-        return plan_of(self.q, self.k, tile, of_keys)
+        return plan_of(self.q, self.k, tile, of_keys, in_parts)
 
 
-def plan_on_numpy(packing: Packing, tile: int, of_keys: bool = False) -> Tensor:
+def plan_on_numpy(
+    packing: Packing, tile: int, of_keys: bool = False, in_parts: InParts | None = None
+) -> Tensor:
     """The plan as the kernel leaves it in memory that was ``UNWRITTEN``."""
-    total = packing.total_k if of_keys else packing.total_q
-    plan = torch.full((plan_words(total, packing.sequences - 1, tile),), UNWRITTEN, dtype=torch.int32)
-    fill_plan_on_numpy(plan, packing, tile, of_keys)
+    total, parts = packing.total_k if of_keys else packing.total_q, in_parts.most if in_parts else 1
+    words = plan_words(total, packing.sequences - 1, tile, parts)
+    plan = torch.full((words,), UNWRITTEN, dtype=torch.int32)
+    fill_plan_on_numpy(plan, packing, tile, of_keys, in_parts)
     return plan
 
 
-def fill_plan_on_numpy(plan: Tensor, packing: Packing, tile: int, of_keys: bool = False) -> None:
+def fill_plan_on_numpy(
+    plan: Tensor, packing: Packing, tile: int, of_keys: bool = False, in_parts: InParts | None = None
+) -> None:
     """What the kernel writes to ``plan``, whatever room that has."""
-    arguments = Arguments()
-    for numbers in (packing.cu_seqlens_q, packing.cu_seqlens_k, packing.seqused_q, packing.seqused_k):
-        arguments.tensor(torch.tensor(numbers, dtype=torch.int32), (len(numbers),), ())
-    arguments.tensor(plan, (len(plan),), ())
-    arguments.add(packing.total_q, packing.total_k, tile, int(of_keys))
+    of_q, of_k = (packing.cu_seqlens_q, packing.seqused_q), (packing.cu_seqlens_k, packing.seqused_k)
+    if in_parts is None:
+        config, arguments = PlanConfig("sm_80"), Arguments()
+        _add_lengths(arguments, *(each for pair in zip(of_q, of_k, strict=True) for each in pair))
+        arguments.tensor(plan, (len(plan),), ())
+        arguments.add(packing.total_q, packing.total_k, tile, int(of_keys))
+    else:
+        config, arguments = PlanConfig("sm_80", in_parts=True), Arguments()
+        for lengths, total in ((of_q, packing.total_q), (of_k, packing.total_k)):
+            _add_lengths(arguments, *lengths)
+            arguments.add(total)
+        arguments.tensor(plan, (len(plan),), ())
+        arguments.add(tile, in_parts.tile_n, in_parts.seen, in_parts.heads, in_parts.slots, in_parts.most)
     ctas = -(-packing.sequences // WARPS_PER_CTA)
-    arguments.launch(program_of(PlanConfig("sm_80")), (ctas, 1, 1))
+    arguments.launch(program_of(config), (ctas, 1, 1))
+
+
+def _add_lengths(arguments: Arguments, *vectors: tuple[int, ...]) -> None:
+    for numbers in vectors:
+        arguments.tensor(torch.tensor(numbers, dtype=torch.int32), (len(numbers),), ())

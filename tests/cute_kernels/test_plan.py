@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections import Counter
 from itertools import product
 
 import pytest
@@ -19,10 +20,12 @@ from cute_kernels.plan.config import (
     plan_words,
 )
 from cute_kernels.plan.packed import PackedTileOrder
+from cute_kernels.plan.parts import part_of_number, parts_of_number, sequence_of_number
 from tests.cute_kernels.list_tiles import THREADS, WORDS, compile_list_tiles
 from tests.cute_kernels.packing import UNWRITTEN, Packing, fill_plan_on_numpy, plan_on_numpy
 from tests.hopper.hopper_machine import parse
 from tests.hopper.on_numpy import Arguments
+from tests.plans import InParts
 
 
 def draw_lengths(draw: random.Random, sequences: int) -> list[tuple[int, int]]:
@@ -72,6 +75,65 @@ def test_overlapping_sequences_whose_tiles_no_int32_counts() -> None:
 def test_offsets_whose_difference_no_int32_holds() -> None:
     packing = Packing((-(2**31), 2**31 - 1) * 20, (2**31 - 1, -(2**31)) * 20, 100, 100)
     check_in_bounds(plan_on_numpy(packing, 32), packing, False)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 7, 33, 70])
+@pytest.mark.parametrize(
+    ("heads", "slots", "most"), [(1, 132, 40), (2, 132, 7), (8, 4, 127), (4, 264, 64), (1, 1, 2)]
+)
+def test_plans_in_parts_are_those_of_plain_python(sequences: int, heads: int, slots: int, most: int) -> None:
+    draw = random.Random(sequences)
+    lengths = [
+        (draw.choice((0, 1, 3, 70, 128)), draw.choice((0, 1, 64, 900, draw.randrange(30_000))))
+        for _ in range(sequences)
+    ]
+    used = {}
+    if sequences % 2:
+        used["seqused_k"] = tuple(draw.randrange(-1, k + 3) for _, k in lengths)
+    packing = Packing.of(lengths, tail=(draw.choice((0, 100)), 1), **used)
+    for tile, tile_n in ((8, 128), (64, 64)):
+        in_parts = InParts(tile_n, heads, slots, most, seen=2**20 if sequences > 2 else 9)
+        expected = packing.plan(tile, in_parts=in_parts)
+        assert torch.equal(plan_on_numpy(packing, tile, in_parts=in_parts), expected)
+        check_parts(expected, packing, in_parts, tile)
+
+
+def check_parts(plan: torch.Tensor, packing: Packing, in_parts: InParts, tile: int) -> None:
+    """Every tile of every part comes once, and a long sequence has no fewer parts than a shorter one."""
+    first_entry = PLAN_HEADER + RECORD * packing.sequences
+    entries = plan[first_entry:][: ENTRY * int(plan[0])].view(-1, ENTRY).tolist()
+    found = Counter((sequence_of_number(number), part_of_number(number)) for number, _ in entries)
+    last, of_length = packing.sequences - 1, {}
+    for i in range(packing.sequences):
+        tiles, keys = -(-len(packing.rows_q(i)) // tile), 0 if i == last else len(packing.rows_k(i))
+        numbers = {number for number, _ in entries if sequence_of_number(number) == i}
+        of_length |= {keys: len(numbers)} if tiles else {}
+        assert {parts_of_number(number) for number in numbers} <= {len(numbers)}
+        assert sorted(map(part_of_number, numbers)) == list(range(len(numbers)))
+        assert all(found[i, part] == tiles for part in range(len(numbers)))
+        assert 1 <= len(numbers) <= in_parts.most or not tiles
+    assert sorted(of_length.values()) == [of_length[keys] for keys in sorted(of_length)]
+
+
+def test_the_longest_sequence_is_in_more_parts_than_others() -> None:
+    """One of 64 blocks beside 15 of 4 on 32 multiprocessors: its parts are about as long as the others."""
+    packing = Packing.of([(1, 512)] * 7 + [(1, 8192)] + [(1, 512)] * 8)
+    plan = plan_on_numpy(packing, 64, in_parts=InParts(128, 1, 32, 32))
+    first_entry = PLAN_HEADER + RECORD * packing.sequences
+    entries = plan[first_entry:][: ENTRY * int(plan[0])].view(-1, ENTRY).tolist()
+    parts = Counter(sequence_of_number(number) for number, _ in entries)
+    assert parts[7] in range(11, 18) and {parts[i] for i in range(16) if i != 7} == {1}
+    assert [sequence_of_number(number) for number, _ in entries[: parts[7]]] == [7] * parts[7]
+
+
+def test_overlapping_sequences_in_parts_stay_within_the_plan() -> None:
+    packing = Packing((0, MAX_PACKED_ROWS) * 20, (0, MAX_PACKED_ROWS) * 20, MAX_PACKED_ROWS, MAX_PACKED_ROWS)
+    plan = torch.full((PLAN_HEADER + RECORD * 40 + ENTRY * 50,), UNWRITTEN, dtype=torch.int32)
+    fill_plan_on_numpy(plan, packing, tile=1, in_parts=InParts(128, 8, 132, 127))
+    assert int(plan[0]) == 50
+    entries = plan[PLAN_HEADER + RECORD * 40 :].view(-1, ENTRY)
+    assert all(sequence_of_number(number) < 40 for number in entries[:, 0].tolist())
+    assert bool((entries[:, 1] >= 0).all())
 
 
 def check_in_bounds(plan: torch.Tensor, packing: Packing, of_keys: bool) -> None:

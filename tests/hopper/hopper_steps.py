@@ -330,6 +330,22 @@ def _prmt(name: str, ops: list[str]) -> Step:
     return step
 
 
+def _shf(name: str, ops: list[str]) -> Step:
+    """What 64 bits, the first operand below the second, are shifted by: their upper half to the left, the lower to the
+    right."""
+    is_left = name.startswith("shf.l.wrap")
+    if not is_left and not name.startswith("shf.r.wrap"):
+        raise NotImplementedError(f"instruction {name}")
+
+    def step(warp: Warp, mask: np.ndarray) -> None:
+        low, high, by = (warp.get(x, np.uint32).astype(np.uint64) for x in ops[1:])
+        both, by = low | high << np.uint64(32), by & np.uint64(31)
+        result = both << by >> np.uint64(32) if is_left else both >> by
+        warp.set(ops[0], result.astype(np.uint32), mask)
+
+    return step
+
+
 def _lop3(name: str, ops: list[str]) -> Step:
     table = int(ops[4], 0)
 
@@ -510,7 +526,8 @@ SPECIAL: dict[str, Callable[[str, list[str]], Step]] = {
     "rem": _plain(lambda a, b: (a - _divide(a, b) * b).astype(a.dtype)), "shl": _shift(np.left_shift),
     "mul": lambda name, ops: _pairs(np.multiply)(name, ops) if name.endswith("f16x2") else _mul(name, ops),
     "shr": _shift(np.right_shift), "mad": _mul, "fma": _fma, "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt,
-    "prmt": _prmt, "lop3": _lop3, "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "shfl": _shfl, "vote": _vote,
+    "prmt": _prmt, "shf": _shf, "lop3": _lop3, "ex2": _plain(np.exp2), "lg2": _plain(np.log2), "shfl": _shfl,
+    "vote": _vote,
     "redux": _redux, "tanh": _plain(np.tanh), "sqrt": _plain(np.sqrt), "popc": _plain(_count_ones),
     "rcp": _plain(lambda x: np.float32(1) / x), "elect": _elect, "bar": _bar, "barrier": _bar, "mbarrier": _mbarrier,
     "cp.async.bulk": bulk, "cp.reduce": bulk, "wgmma.mma_async": wgmma, **MEMORY_STEPS, **WARP_STEPS,

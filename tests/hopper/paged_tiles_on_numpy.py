@@ -12,15 +12,16 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from tests.hopper.hopper_machine import AT_ONCE, Timing
 from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, program_of
 from tests.hopper.paged_on_numpy import Cache
-from tests.hopper.split_on_numpy import unwritten_parts
+from tests.hopper.split_on_numpy import in_small_parts, unwritten_parts
 from tests.hopper.tensor_maps import query_map, ragged_map
 from tests.plans import Packed, plan_of
 
 
-def plan_of_cache(config: ForwardConfig, cache: Cache, rows_q: Packed) -> Tensor:
+def plan_of_cache(config: ForwardConfig, cache: Cache, rows_q: Packed, splits: int) -> Tensor:
     """For tiles of queries, of sequences that have room for as many keys as each other."""
+    in_parts = in_small_parts(config, splits) if config.split else None
     keys = replace(Packed.of((cache.capacity,) * len(cache.rows)), used=cache.lengths)
-    return plan_of(rows_q, keys, config.tile_queries)
+    return plan_of(rows_q, keys, config.tile_queries, in_parts=in_parts)
 
 
 def paged_tiles_on_numpy(
@@ -41,7 +42,7 @@ def paged_tiles_on_numpy(
     sinks are taken."""
     c, (k, v), batch = config, (cache.k, cache.v), len(cache.rows)
     total_q, heads, _ = q.shape
-    arguments, plan = Arguments(), plan_of_cache(config, cache, rows_q)
+    arguments, plan = Arguments(), plan_of_cache(config, cache, rows_q, splits)
     arguments.add(
         query_map(c, q, c.head_dim),
         ragged_map(k[0], c.page_box, c.head_dim),

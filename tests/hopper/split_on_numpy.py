@@ -22,6 +22,12 @@ from tests.hopper.on_numpy import (
     program_of,
 )
 from tests.hopper.tensor_maps import query_map, ragged_map, row_map
+from tests.plans import InParts
+
+
+def in_small_parts(config: ForwardConfig, splits: int) -> InParts:
+    """A plan in which a sequence has a part for each of its key blocks, up to so many."""
+    return InParts(config.tile_n, 1, 1, splits, each=1)
 
 
 def unwritten_parts(splits: int, batch: int, rows: int, q: Tensor, v: Any) -> tuple[Tensor, Tensor]:

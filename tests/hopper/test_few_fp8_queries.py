@@ -34,7 +34,7 @@ from tests.cute_kernels.packing import Packing
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 from tests.hopper.packed_fp8 import packed_fp8_forward_on_numpy, packed_fp8_parts_on_numpy
-from tests.hopper.split_on_numpy import fp8_parts_on_numpy
+from tests.hopper.split_on_numpy import fp8_parts_on_numpy, in_small_parts
 from tests.hopper.test_fp8_packed import with_descales
 from tests.hopper.test_grouped import merged
 
@@ -287,7 +287,7 @@ def test_keys_of_packed_sequences_in_parts(
     config = select_fp8_few_queries_config(
         head_dim, head_dim, causal, "bfloat16", group, tile_rows, split=True, layout=VARLEN
     )
-    plan = packing.plan(config.tile_queries)
+    plan = packing.plan(config.tile_queries, in_parts=in_small_parts(config, splits))
     found = packed_fp8_parts_on_numpy(config, parts, plan, head_dim**-0.5, splits, 3, LATE)
     out, lse = merged(*(x[:, 0] for x in found))
     check_packed((out, lse.T), parts, causal)
@@ -299,7 +299,8 @@ def test_packed_heads_and_parts_in_a_window(group: int, splits: int) -> None:
     config = select_fp8_few_queries_config(
         128, 128, True, "bfloat16", group, 64, splits > 0, VARLEN, changes=Changes(window=True)
     )
-    plan, sides = packing.plan(config.tile_queries), (50, 0)
+    sides, in_parts = (50, 0), in_small_parts(config, splits) if splits else None
+    plan = packing.plan(config.tile_queries, in_parts=in_parts)
     if splits:
         found = packed_fp8_parts_on_numpy(config, parts, plan, 128**-0.5, splits, 3, LATE, sides=sides)
         out, lse = merged(*(x[:, 0] for x in found))

@@ -308,7 +308,7 @@ def test_neither_the_grid_nor_the_order_of_warps_changes_a_bit(case: Case) -> No
     q, cache, scales = draw(case, behind=0)
     rows, changes = Packed.of(case.queries), (tuple(scales), case.sides, case.rules)
     few, many = (
-        paged_tiles_on_numpy(case.config, q, cache, rows, 0.1, case.splits, ctas, timing, *changes)
+        merged(*paged_tiles_on_numpy(case.config, q, cache, rows, 0.1, case.splits, ctas, timing, *changes))
         for ctas, timing in ((1, Timing(is_late=True, seed=3)), (11, Timing()))
     )
     assert all(map(torch.equal, few, many)) and bool(few[0].isfinite().all())

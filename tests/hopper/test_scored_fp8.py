@@ -42,7 +42,7 @@ from tests.hopper.hopper_machine import AT_ONCE, Timing
 from tests.hopper.on_numpy import fp8_forward_on_numpy
 from tests.hopper.packed_fp8 import packed_fp8_forward_on_numpy, packed_fp8_parts_on_numpy
 from tests.hopper.rules import Rules
-from tests.hopper.split_on_numpy import fp8_parts_on_numpy
+from tests.hopper.split_on_numpy import fp8_parts_on_numpy, in_small_parts
 from tests.hopper.test_fp8_packed import lengths_of
 from tests.hopper.test_grouped import merged
 
@@ -344,7 +344,8 @@ def test_changed_scores_in_parts(case: Case, splits: int) -> None:
     out, lse = merged(*fp8_parts_on_numpy(config, parts, 0.1, splits, 3, LATE, case.rules, case.sides))
     check((out, lse.transpose(1, 2)), exact_of(case, parts, 0.1))
     packing, config = Packing.of(FEW_LENGTHS, (7, 13)), few_config(case, group, 64, split=True)
-    packed, plan = draw_packed(case, packing), packing.plan(config.tile_queries)
+    packed, in_parts = draw_packed(case, packing), in_small_parts(config, splits)
+    plan = packing.plan(config.tile_queries, in_parts=in_parts)
     found = packed_fp8_parts_on_numpy(config, packed, plan, 0.1, splits, 3, LATE, case.rules, case.sides)
     out, lse = merged(*(x[:, 0] for x in found))
     check_packed(case, (out, lse.T), packed, 0.1)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from cute_kernels.combine.config import CombineConfig
 from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, PlanConfig, plan_words
+from cute_kernels.plan.parts import parts_of_number, sequence_of_number
+from hopper.compile import HOPPER_ARCH
 from hopper.forward.fp8.config import FP8_KEYS_PER_STEP, Fp8ForwardConfig
 from hopper.transpose.config import TransposeConfig
 from hopper.widen.config import WidenConfig
@@ -29,7 +31,7 @@ from hopper_attention.launch import decode, few_packed_fp8, few_packed_queries, 
 from hopper_attention.lengths import Lengths
 from hopper_attention.packed_quantization import transpose_packed
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, slot_of_key
-from tests.plans import Packed, plan_of
+from tests.plans import InParts, Packed, plan_of
 from tests.python.fake_gpu import SMS, forget_launchers, pretend
 from tests.python.test_decode_launch import DecodeKernels
 from tests.python.test_split_forward import Kernels as KernelsIn16Bits
@@ -81,15 +83,22 @@ def factors(config: Fp8ForwardConfig, scales: tuple[Tensor, ...], sequence: int)
     return [q.repeat_interleave(config.group), k, v * o]
 
 
-def sequences_of(plan: Tensor, sequences: int, total_q: int, tile: int) -> list[list[int]]:
-    """Where rows and keys of each lie, for which there are to be as many tiles of ``tile`` rows as it takes."""
-    assert plan.numel() == plan_words(total_q, sequences - 1, tile)
+def sequences_of(
+    plan: Tensor, sequences: int, total_q: int, tile: int, splits: int
+) -> tuple[list[list[int]], list[int]]:
+    """Where rows and keys of each lie, for which there are to be as many tiles of ``tile`` rows as it takes, and in how
+    many parts its keys are, of up to ``splits``."""
+    assert plan.numel() == plan_words(total_q, sequences - 1, tile, splits)
     behind = PLAN_HEADER + RECORD * sequences
     records = plan[PLAN_HEADER:behind].view(-1, RECORD).tolist()
     entries = plan[behind : behind + ENTRY * int(plan[0])].view(-1, ENTRY)[:, 0]
-    tiles = [-(-rows // tile) for _, rows, *_ in records]
-    assert torch.bincount(entries, minlength=sequences).tolist() == tiles
-    return records
+    in_parts, parts = splits > 1, [1] * sequences
+    for number in set(entries.tolist()) if in_parts else ():
+        parts[sequence_of_number(number)] = parts_of_number(number)
+    tiles = [-(-rows // tile) * n for (_, rows, *_), n in zip(records, parts, strict=True)]
+    own = sequence_of_number(entries) if in_parts else entries
+    assert torch.bincount(own, minlength=sequences).tolist() == tiles and max(parts) <= splits
+    return records, parts
 
 
 def keys_of_sequence(v: Tensor, record: list[int], sequence: int, v_rows: bool) -> Tensor:
@@ -103,6 +112,19 @@ def keys_of_sequence(v: Tensor, record: list[int], sequence: int, v_rows: bool) 
     rows = v[:, :, slots].permute(2, 0, 1)
     assert not rows[count:].float().any()
     return rows[:count]
+
+
+def packed_of(
+    starts_q: Tensor, starts_k: Tensor, used_q: Tensor, used_k: Tensor, total_q: int, total_k: int
+) -> tuple[Packed, Packed]:
+    """Where rows of Q, and of K, lie."""
+    vectors = (starts_q, used_q), (starts_k, used_k)
+    assert all(x.dtype == torch.int32 and x.is_contiguous() for pair in vectors for x in pair)
+    of_q, of_k = (
+        Packed(tuple(starts.tolist()), total, tuple(used.tolist()) or None)
+        for (starts, used), total in zip(vectors, (total_q, total_k), strict=True)
+    )
+    return of_q, of_k
 
 
 class Kernels:
@@ -119,6 +141,8 @@ class Kernels:
         return self.merge if isinstance(config, CombineConfig) else self.decode.load(config)
 
     def load(self, config: Any) -> Any:
+        if config == PlanConfig(HOPPER_ARCH, in_parts=True):
+            return self.plan_in_parts
         kinds = {PlanConfig: self.plan, TransposeConfig: self.transpose, WidenConfig: self.widen}
         if type(config) in kinds:
             return kinds[type(config)]
@@ -127,13 +151,15 @@ class Kernels:
 
     def plan(self, *given: Any) -> None:
         self.launches.append("plan")
-        starts_q, starts_k, used_q, used_k, plan, total_q, total_k, tile, rows = given
-        assert rows == 0 and all(x.dtype == torch.int32 and x.is_contiguous() for x in given[:5])
-        of_q, of_k = (
-            Packed(tuple(starts.tolist()), total, tuple(used.tolist()) or None)
-            for starts, used, total in ((starts_q, used_q, total_q), (starts_k, used_k, total_k))
-        )
-        plan.copy_(plan_of(of_q, of_k, tile))
+        *lengths, plan, total_q, total_k, tile, rows = given
+        assert rows == 0 and plan.dtype == torch.int32
+        plan.copy_(plan_of(*packed_of(*lengths, total_q, total_k), tile))
+
+    def plan_in_parts(self, *given: Any) -> None:
+        self.launches.append("plan")
+        *lengths, plan, total_q, total_k, tile, tile_n, seen, heads, slots, most = given
+        in_parts = InParts(tile_n, heads, slots, most, seen)
+        plan.copy_(plan_of(*packed_of(*lengths, total_q, total_k), tile, in_parts=in_parts))
 
     def transpose(self, v: Tensor, transposed: Tensor, starts: Tensor, used: Tensor) -> None:
         self.launches.append("transpose")
@@ -157,15 +183,17 @@ class Kernels:
         splits = out.shape[0] if config.split else 1
         self.calls.append({"config": config, "scale": scale, "scales": scales, "lse": lse, "splits": splits})
         self.calls[-1] |= {"sides": sides, "plan": plan.clone()}
-        records = sequences_of(plan, sequences, q.shape[0], config.tile_queries)
-        for number, record in enumerate(records):
+        of_tiles = q.shape[0], config.tile_queries, splits
+        for number, (record, parts) in enumerate(zip(*sequences_of(plan, sequences, *of_tiles), strict=True)):
             rows, keys = (slice(first, first + n) for first, n in (record[:2], record[2:]))
             of_q, of_k, of_v = factors(config, tuple(scales), number)
             values = keys_of_sequence(v, record, number, config.v_rows)
             whole = q[rows].double() * of_q[:, None], k[keys].double() * of_k[:, None]
             given = *whole, values.double() * of_v[:, None], scale, config.causal, None
-            for part in range(splits):
-                found, found_lse = attend_to_part(*given, (part, splits), sides)
+            if config.split:
+                lse[:, 0, rows] = -math.inf
+            for part in range(parts):
+                found, found_lse = attend_to_part(*given, (part, parts), sides)
                 if config.split:
                     out[part, 0, rows], lse[part, 0, rows] = found, found_lse
                 else:

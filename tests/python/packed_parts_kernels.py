@@ -145,7 +145,7 @@ class PartsKernels(Kernels):
             assert x.shape == (1, number, count_units(total, batch, rows))
         assert of_v.shape == of_k.shape and of_out.shape == (sequences, kv_heads, 1)
         assert mean.shape in ((sequences, kv_heads, 0), (sequences, kv_heads, v.shape[1]))
-        records = sequences_of(plan, sequences, total_q, config.tile_queries)
+        records, _ = sequences_of(plan, sequences, total_q, config.tile_queries, 1)
         starts_q, starts_k = torch.tensor(records, dtype=torch.int32).t()[::2].contiguous()
         values = PackedTransposedV(v, of_v[0], rows_k, total_k).dequantize(starts_k, torch.float64)
         whole_q, whole_k = (

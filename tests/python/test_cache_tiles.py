@@ -242,13 +242,16 @@ class Kernels(PackedKernels):
         else:
             assert k.dim() == 3 and table is None and pads is None
         out.fill_(math.nan)
-        for b, record in enumerate(sequences_of(plan, sequences, total_q, config.tile_queries)):
+        of_tiles = total_q, config.tile_queries, splits
+        for b, (record, parts) in enumerate(zip(*sequences_of(plan, sequences, *of_tiles), strict=True)):
             rows = slice(record[0], record[0] + record[1])
             keys = [self.keys_of(x, b, record[2:], table, pads) for x in (k, v)]
             of_q, of_k, of_v = self.factors_of(scales, b, heads, config.group)
             whole = q[rows].double() * of_q, keys[0].double() * of_k, keys[1].double() * of_v
-            for part in range(splits):
-                options = scale, config.causal, softcap, (part, splits)
+            if config.split:
+                lse[:, 0, rows] = -math.inf
+            for part in range(parts):
+                options = scale, config.causal, softcap, (part, parts)
                 if config.window or config.sinks:
                     found, found_lse = attend_under(*whole, scale, config.causal, sides, softcap, sinks)
                 else:

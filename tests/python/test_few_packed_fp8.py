@@ -33,7 +33,8 @@ from hopper_attention.launch.few_packed_queries import FewPackedLaunch
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import CAUSAL_MASK, NO_MASK, MaskSpec
 from hopper_attention.scores import PLAIN, ScoreKind
-from tests.python.fake_gpu import forget_launchers, pretend
+from tests.plans import InParts
+from tests.python.fake_gpu import SMS, forget_launchers, pretend
 from tests.python.packed_fp8_calls import (
     Bounds,
     apart,
@@ -460,10 +461,10 @@ def test_what_takes_least_time(
 def test_times_of_sequences_of_different_lengths(found: Any) -> None:
     """Calls whose sequences have fewer keys than the longest take less time, but not much less than one of three times
     the mean alone; a bound beyond that changes nothing."""
-    few_of((132, 16, 1000), (16, 2), longest_k=16_000)
+    few_of((132, 16, 1000), (16, 2), longest_k=64_000)
     ((call, mean_k),) = found
     shape = call.shape
-    assert shape.seqlen_k >= 16_000 and 1000 <= mean_k < 2000
+    assert shape.seqlen_k >= 64_000 and 1000 <= mean_k < 2000
     for cost in (
         usual_cost,
         *(lambda *given, way=way: few_cost(*given, *way) for way in ((1, 1, 64), (8, 1, 192), (8, 20, 64))),
@@ -476,11 +477,17 @@ def test_times_of_sequences_of_different_lengths(found: Any) -> None:
         assert times[0] == cost(replace(shape, seqlen_k=10 * shape.seqlen_k), mean_k)
 
 
-@pytest.mark.parametrize("sizes", [(32, 16, 2000), (64, 4, 2000), (256, 8, 1000)])
-def test_a_loose_bound_makes_no_parts(sizes: Sizes) -> None:
-    """As calls have that are recorded in a graph, of sequences that fill the GPU without parts."""
-    tight, loose = (few_of(sizes, (64, 8), longest_k=bound) for bound in (2 * sizes[2], 2**17))
-    assert tight.splits == loose.splits == 1 and tight.group == loose.group == 8
+@pytest.mark.parametrize("sizes", [(32, 16, 2000), (64, 4, 2000)])
+def test_a_loose_bound_makes_parts_where_lengths_differ(sizes: Sizes) -> None:
+    """Of sequences that fill the GPU without parts. Where all have as many keys the plan makes none."""
+    tight, loose = (few_of(sizes, (64, 8), longest_k=bound) for bound in (sizes[2], 2**17))
+    assert tight.splits == 1 < loose.splits and tight.group == loose.group == 8
+    batch, rows, keys = sizes
+    in_parts, tiles = InParts(128, 8, 2 * SMS, loose.splits), -(-rows * 8 // loose.tile_rows)
+    each = in_parts.blocks_of_a_part([(tiles, keys)] * batch)
+    assert in_parts.parts_of(keys, each) == 1
+    each = in_parts.blocks_of_a_part([(tiles, keys // 2)] * (batch - 1) + [(tiles, 20 * keys)])
+    assert in_parts.parts_of(keys // 2, each) == 1 < in_parts.parts_of(20 * keys, each)
 
 
 def test_no_few_queries() -> None:

@@ -96,7 +96,7 @@ class Kernels:
     def merge(self, parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
         whole = part_lse.double().logsumexp(0)
         shares = (part_lse.double() - whole).exp().nan_to_num(0.0)
-        out.copy_((shares[..., None] * parts.double()).sum(0))
+        out.copy_(torch.where(shares[..., None] > 0, shares[..., None] * parts.double(), 0.0).sum(0))
         lse.copy_(whole)
 
 

@@ -16,7 +16,7 @@ from torch.func import grad, jvp, vjp, vmap
 from cute_kernels.backward.step import FEW_KEYS
 from hopper_attention import compile_cache, flash_attn_varlen_func
 from hopper_attention.launch import backward, forward, varlen
-from hopper_attention.launch.packed_forward import OF_KEYS
+from hopper_attention.launch.planners import OF_KEYS
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import kernel_sides
 from hopper_attention.problem import AttentionProblem, GradientProblem

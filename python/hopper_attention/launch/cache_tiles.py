@@ -27,8 +27,8 @@ from hopper_attention.launch.decode import table_of
 from hopper_attention.launch.few_packed_fp8 import scales_of_heads
 from hopper_attention.launch.forward import find_config
 from hopper_attention.launch.fp8 import changes_for_fp8
-from hopper_attention.launch.packed_forward import Planner, find_planner
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, find_packed_fp8
+from hopper_attention.launch.planners import Planner, find_parts_planner
 from hopper_attention.launch.split_forward import SplitSizes, find_combine
 from hopper_attention.layout import Repair, make_packed_addressable, new_layout, repair_for
 from hopper_attention.masks import kernel_sides
@@ -59,7 +59,8 @@ class CacheTilesLauncher(Launcher):
         q = make_packed_addressable(t.q if shape.is_packed_q else t.q.flatten(0, 1))
         caches = [repair.apply(x) for repair, x in zip(self.repairs, (t.k_cache, t.v_cache), strict=True)]
         totals = shape.total_q, shape.batch * shape.capacity
-        check_packed_size("kernel", shape.heads, shape.batch, totals, self.config.tile_queries)
+        heads = shape.heads * self.splits
+        check_packed_size("kernel", heads, shape.batch, totals, self.config.tile_queries)
         make = device_memory.empty_on_gpu
         out = make(*new_layout((shape.total_q, shape.heads, shape.head_dim_v)), shape.out_dtype)
         rows_of_lse = shape.total_q if call.wants_lse else 0
@@ -86,7 +87,8 @@ class CacheTilesLauncher(Launcher):
         if starts_q is None:
             starts_q = device_memory.multiples(shape.batch + 1, shape.seqlen_q, device)
         starts_k = device_memory.multiples(shape.batch + 1, shape.capacity, device)
-        return self.planner(starts_q, starts_k, None, lengths, totals, self.config.tile_queries)
+        tile, heads = self.config.tile_queries, shape.heads // self.config.group
+        return self.planner(starts_q, starts_k, None, lengths, totals, tile, heads=heads)
 
     def _pages(self, call: CacheCall, tensors: CacheTensors) -> tuple[Tensor | None, Tensor | None]:
         """The table and the left pads; None twice where sequences lie end to end."""
@@ -140,11 +142,14 @@ def find_tiles(call: CacheCall) -> CacheTilesLauncher:
         found = find_packed_fp8(problem, device, "hopper", call.sm_margin)
         assert isinstance(found, PackedFp8Launcher)
         config: ForwardConfig = found.config
-        kernels = config, found.kernel, found.planner, found.num_ctas
+        kernel, num_ctas = found.kernel, found.num_ctas
     else:
         selected = find_config(problem, device, "hopper")
         assert isinstance(selected, ForwardConfig)
         config, num_ctas = selected, count_ctas(index_of(device), call.sm_margin) * selected.ctas_per_sm
-        kernels = config, compile_cache.get_forward(config), find_planner(config), num_ctas
+        kernel = compile_cache.get_forward(config)
     combine = find_combine(config.out_dtype, few.splits)
-    return CacheTilesLauncher(index_of(device), *kernels, few.splits, combine, repairs)
+    planner = find_parts_planner(config, num_ctas, few.splits, call.mask)
+    return CacheTilesLauncher(
+        index_of(device), config, kernel, planner, num_ctas, few.splits, combine, repairs
+    )

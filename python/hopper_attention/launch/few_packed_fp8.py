@@ -3,7 +3,7 @@ may be in parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from hopper_attention.launch.few_packed_queries import FewPackedLaunch
 from hopper_attention.launch.few_queries import NO_DESCALES, Descales
 from hopper_attention.launch.fp8 import changes_for_fp8
 from hopper_attention.launch.packed_fp8 import PackedFp8Launcher, clear_behind, find_packed_fp8
+from hopper_attention.launch.planners import find_parts_planner
 from hopper_attention.launch.split_forward import SplitSizes, find_combine
 from hopper_attention.layout import make_packed_addressable, new_layout
 from hopper_attention.lengths import Lengths, specs_of
@@ -62,9 +63,10 @@ class FewPackedFp8Launcher(Launcher):
         (total_q, heads, _), (total_k, kv_heads, columns) = q.shape, v.shape
         attention, batch, device = self.attention, cu_seqlens_q.shape[0] - 1, q.device
         tile, totals = attention.config.tile_queries, (total_q, total_k)
-        check_packed_size("FP8 kernel", heads, batch, totals, tile)
-        groups = heads // (attention.config.group * kv_heads)
-        plan = attention.planner(*lengths[:4], totals, tile)
+        check_packed_size("FP8 kernel", heads * self.splits, batch, totals, tile)
+        of_heads = heads // attention.config.group
+        groups = of_heads // kv_heads
+        plan = attention.planner(*lengths[:4], totals, tile, heads=of_heads)
         make = device_memory.empty_on_gpu
         out = make(*new_layout((total_q, heads, columns)), FP8_OUT_DTYPE)
         lse = make(*new_layout((heads, total_q if wants_lse else 0)), torch.float32)
@@ -151,4 +153,6 @@ def find_few_packed_fp8(
     )
     assert isinstance(attention, PackedFp8Launcher)
     combine = find_combine(attention.config.out_dtype, few.splits)
-    return FewPackedFp8Launcher(attention.device_index, attention, few.splits, combine)
+    planner = find_parts_planner(attention.config, attention.num_ctas, few.splits, mask)
+    in_parts = replace(attention, planner=planner)
+    return FewPackedFp8Launcher(attention.device_index, in_parts, few.splits, combine)

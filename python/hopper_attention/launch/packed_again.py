@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from cute_kernels.plan.config import plan_words
 from hopper.config import ForwardConfig
 from hopper_attention import device_memory
 from hopper_attention.checks import TensorSpec
@@ -15,7 +13,7 @@ from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.launch import at_once
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import NO_PAGES, NO_SIDES, current_device
-from hopper_attention.launch.packed_forward import NO_CHANGES, OF_QUERIES, PackedForwardLauncher
+from hopper_attention.launch.packed_forward import NO_CHANGES, PackedForwardLauncher
 from hopper_attention.layout import TMA_BYTES, repairs_for
 from hopper_attention.lengths import Lengths
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
@@ -57,7 +55,7 @@ class ReadyPackedLaunch:
             return None
         out = Piece((total_q, heads, launcher.head_dim_v), q.dtype)
         facts = out.facts, Piece((heads, total_q)).facts, Piece((heads, 0)).facts
-        work = (Piece((plan_words(total_q, sequences - 1, config.tile_queries),), torch.int32),)
+        work = (launcher.planner.memory(total_q, sequences - 1, config.tile_queries),)
         unused = device_memory.no_lengths(q.device)
         of_q, of_k, of_v, of_out, lse, plan, counter, scale, starts_q, starts_k, used_k = map(
             Given, range(11)
@@ -65,7 +63,7 @@ class ReadyPackedLaunch:
         of_window = kernel_sides(*sides) if config.window else NO_SIDES
         behind = *of_window, plan, sequences, *NO_PAGES, *NO_CHANGES, launcher.num_ctas
         used = unused, unused if lengths.seqused_k is None else used_k
-        of_plan = total_q, k.shape[0], config.tile_queries, OF_QUERIES
+        of_plan = total_q, k.shape[0], *launcher.planner.options(config.tile_queries, heads)
         steps = [
             Step(launcher.planner.kernel, (starts_q, starts_k, *used, plan, *of_plan)),
             Step(launcher.kernel, (of_q, of_k, of_v, of_out, lse, counter, scale, *behind)),

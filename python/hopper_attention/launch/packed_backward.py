@@ -18,7 +18,7 @@ from hopper_attention.backward_rules import KernelConfig
 from hopper_attention.device_memory import make_apart
 from hopper_attention.launch import backward, gradient_memory
 from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, count_ctas, index_of
-from hopper_attention.launch.packed_forward import OF_KEYS, Planner, find_planner
+from hopper_attention.launch.planners import OF_KEYS, Planner, find_planner
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.masks import kernel_sides
 from hopper_attention.scores import NO_SCORES, Scores

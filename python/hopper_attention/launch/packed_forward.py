@@ -10,45 +10,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels.ampere.config import AmpereForwardConfig
-from cute_kernels.plan.config import PlanConfig, check_packed_size, plan_words
-from hopper.compile import HOPPER_ARCH
+from cute_kernels.plan.config import check_packed_size
 from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.launch.base import NO_PAGES, NO_SIDES, Launcher, count_ctas, index_of
+from hopper_attention.launch.planners import Planner, find_planner
 from hopper_attention.layout import make_packed_addressable, new_layout
 from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import kernel_sides, present
 from hopper_attention.scores import NO_SCORES, Scores
-
-OF_QUERIES, OF_KEYS = 0, 1
-"""Whose rows the tiles of a plan are."""
-
-
-@dataclass(frozen=True)
-class Planner:
-    """Makes the plans of a GPU."""
-
-    kernel: Kernel
-
-    def __call__(
-        self,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        seqused_q: Tensor | None,
-        seqused_k: Tensor | None,
-        totals: tuple[int, int],
-        tile: int,
-        rows: int = OF_QUERIES,
-    ) -> Tensor:
-        """A plan for tiles of ``tile`` rows, of Q or of K; ``totals`` are rows of Q and of K."""
-        batch = cu_seqlens_q.shape[0] - 1
-        words = plan_words(totals[rows], batch, tile)
-        plan = device_memory.empty_on_gpu((words,), (1,), torch.int32)
-        used_q = device_memory.no_lengths(plan.device) if seqused_q is None else seqused_q
-        used_k = device_memory.no_lengths(plan.device) if seqused_k is None else seqused_k
-        self.kernel(cu_seqlens_q, cu_seqlens_k, used_q, used_k, plan, *totals, tile, rows)
-        return plan
 
 
 def empty_results(q: Tensor, head_dim_v: int, wants_lse: bool) -> tuple[Tensor, Tensor]:
@@ -60,11 +31,6 @@ def empty_results(q: Tensor, head_dim_v: int, wants_lse: bool) -> tuple[Tensor, 
 
 NO_CHANGES = NO_SCORES.for_kernel(0, 0)
 """What the kernel takes of scores that nothing changes."""
-
-
-def find_planner(config: object) -> Planner:
-    """That of a GPU for which ``config`` is."""
-    return Planner(compile_cache.get_forward(PlanConfig(getattr(config, "arch", HOPPER_ARCH))))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hopper_attention.fp8_rules import KeysOfPacked, packed_problem
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS, Launcher, count_ctas, index_of, no_vectors
 from hopper_attention.launch.forward import NO_SIDES
 from hopper_attention.launch.fp8 import EmulationLaunch, changes_for_fp8, find_choice, find_config, vectors_of
-from hopper_attention.launch.packed_forward import Planner, find_planner
+from hopper_attention.launch.planners import Planner, find_planner
 from hopper_attention.launch.transpose import transpose_packed_values
 from hopper_attention.launch.varlen import is_empty, run_varlen
 from hopper_attention.launch.widen import widened

@@ -22,7 +22,7 @@ from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device
 from hopper_attention.launch.gradients_again import ForGradients, GradientOptions, Passes
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher, no_rows
-from hopper_attention.launch.packed_forward import OF_KEYS
+from hopper_attention.launch.planners import OF_KEYS
 from hopper_attention.launch.varlen import (
     find_for_lengths,
     gradient_kind,

@@ -12,7 +12,7 @@ from cute_kernels.plan.config import check_packed_size
 from hopper_attention import device_memory
 from hopper_attention.forward_rules import Config
 from hopper_attention.launch import packed_forward
-from hopper_attention.launch.packed_forward import Planner, find_planner
+from hopper_attention.launch.planners import Planner, find_planner
 from hopper_attention.launch.wide import WideInputs, WideKernel, launcher_parts
 from hopper_attention.layout import make_packed_addressable
 from hopper_attention.lengths import Lengths, rows_of_sequences

@@ -28,7 +28,7 @@ from hopper_attention.launch.base import (
     index_of,
 )
 from hopper_attention.launch.forward import find_config
-from hopper_attention.launch.packed_forward import Planner, find_planner
+from hopper_attention.launch.planners import Planner, find_planner
 from hopper_attention.layout import TMA_BYTES, Repair, copy_reason, make_packed_addressable, repair_for
 from hopper_attention.lengths import rows_of_sequences
 from hopper_attention.masks import MaskSpec, kernel_sides

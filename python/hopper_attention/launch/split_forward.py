@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.combine.config import select_combine_config
-from cute_kernels.plan.config import check_packed_size, plan_words
+from cute_kernels.plan.config import check_packed_size
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
@@ -28,7 +28,8 @@ from hopper_attention.launch.base import (
     current_device,
     index_of,
 )
-from hopper_attention.launch.packed_forward import NO_CHANGES, OF_QUERIES, Planner, find_planner
+from hopper_attention.launch.packed_forward import NO_CHANGES
+from hopper_attention.launch.planners import Planner, find_parts_planner
 from hopper_attention.layout import TMA_BYTES, make_addressable, make_packed_addressable, new_layout
 from hopper_attention.lengths import Lengths
 from hopper_attention.scores import NO_SCORES, Scores
@@ -65,7 +66,7 @@ class SplitSizes:
 
 @dataclass(frozen=True)
 class SplitLauncher(Launcher):
-    """Both kernels; tiles are in ``splits`` parts."""
+    """Both kernels; tiles are in ``splits`` parts, those of packed sequences in up to so many."""
 
     config: ForwardConfig
     kernel: Kernel
@@ -152,12 +153,13 @@ class PackedSplitLauncher:
                 return self(q, k, v, *lengths, *longest, softmax_scale, *window, wants_lse, scores)
         (total_q, heads, _), tile = q.shape, launcher.config.tile_queries
         batch, totals = cu_seqlens_q.shape[0] - 1, (total_q, k.shape[0])
-        check_packed_size("kernel", heads, batch, totals, tile)
+        check_packed_size("kernel", heads * launcher.splits, batch, totals, tile)
         sizes = SplitSizes(launcher.splits, 1, total_q, heads, launcher.head_dim_v)
         out = device_memory.empty_on_gpu(*new_layout((total_q, heads, launcher.head_dim_v)), q.dtype)
         lse = device_memory.empty_on_gpu(*new_layout((heads, total_q if wants_lse else 0)), torch.float32)
         q, k, v = make_packed_addressable(q), make_packed_addressable(k), make_packed_addressable(v)
-        plan = self.planner(*lengths, totals, tile), batch + 1
+        of_heads = heads // launcher.config.group
+        plan = self.planner(*lengths, totals, tile, heads=of_heads), batch + 1
         launcher.launch((q, k, v), out, lse, sizes, softmax_scale, plan, scores)
         return out, lse
 
@@ -210,7 +212,8 @@ def find_packed_split(
     config: ForwardConfig, device: torch.device, head_dims: tuple[int, int], splits: int, sm_margin: int
 ) -> PackedSplitLauncher:
     """The same of packed sequences."""
-    return PackedSplitLauncher(find_split(config, device, head_dims, splits, sm_margin), find_planner(config))
+    launcher = find_split(config, device, head_dims, splits, sm_margin)
+    return PackedSplitLauncher(launcher, find_parts_planner(config, launcher.num_ctas, splits))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +288,11 @@ class ReadyPackedSplit:
         used = unused, unused if lengths.seqused_k is None else used_k
         options = *NO_SIDES, plan, sequences, *NO_PAGES, *NO_CHANGES, launcher.num_ctas
         of_out = *sizes.out[:2], q.dtype
+        of_plan = launch.planner.options(tile, heads // launcher.config.group)
         steps = [
             Step(
                 launch.planner.kernel,
-                (starts_q, starts_k, *used, plan, total_q, k.shape[0], tile, OF_QUERIES),
+                (starts_q, starts_k, *used, plan, total_q, k.shape[0], *of_plan),
             ),
             Step(launcher.kernel, (of_q, of_k, of_v, parts, part_lse, counter, scale, *options)),
             Step(
@@ -297,7 +301,7 @@ class ReadyPackedSplit:
             ),
         ]
         facts = (*new_layout((total_q, heads, launcher.head_dim_v)), q.dtype), Piece((heads, total_q)).facts
-        pieces = *sizes.parts, Piece((plan_words(total_q, sequences - 1, tile),), torch.int32)
+        pieces = *sizes.parts, launch.planner.memory(total_q, sequences - 1, tile)
         return cls(launch, *facts, pieces, at_once.make_script(steps))
 
     def __call__(

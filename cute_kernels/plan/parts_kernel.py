@@ -1,0 +1,173 @@
+"""Works out the plan of a launch on packed sequences whose keys are in parts, on the GPU, where lengths are known."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_kernels.integers import ceil_div, maximum, minimum
+from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, WARPS_PER_CTA
+from cute_kernels.plan.kernel import LANES, rows_of
+from cute_kernels.plan.parts import number_of
+
+SHARES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64
+"""Of 64: how many of the most parts that there may be the longest sequence is tried in."""
+
+KEYS_OF_A_TILE = 256
+"""What a tile takes beside its keys: as much as so many (``few_e4m3_times.py``, ``few_queries_times.py``)."""
+
+
+MOST_TILES = 2**23
+"""Of a sequence, as far as they are counted: no sum of tiles in parts exceeds 32 bits, whatever offsets overlap."""
+
+
+class PartsPlanKernel:
+    """``PlanKernel`` of query tiles whose keys are in parts (``parts.py``).
+
+    A part has no more than so many key blocks, the same for all sequences: one of average length is in one part where
+    the longest is in ten. How many is found by count (``_blocks_of_a_part``), by each warp for itself. So a plan
+    depends on nothing but the lengths and what the launch has room for. Tiles of a part stand behind each other, the
+    parts of a sequence too; those of long sequences come first.
+    """
+
+    @cute.jit
+    def __call__(
+        self,
+        cu_seqlens_q: cute.Tensor,
+        cu_seqlens_k: cute.Tensor,
+        seqused_q: cute.Tensor,
+        seqused_k: cute.Tensor,
+        plan: cute.Tensor,
+        total_q: Int32,
+        total_k: Int32,
+        tile: Int32,
+        tile_n: Int32,
+        seen: Int32,
+        heads: Int32,
+        slots: Int32,
+        most_parts: Int32,
+        stream,
+    ):
+        """Launch. Tensors are those of ``PlanKernel``. ``tile`` rows of Q are a tile, ``tile_n`` keys a block, of which
+        a tile visits ``seen`` at most, and each tile is there for so many ``heads``; ``slots`` tiles run at a time, in
+        ``most_parts`` parts or fewer."""
+        sequences = cu_seqlens_q.shape[0]
+        lengths = (cu_seqlens_q, seqused_q, total_q), (cu_seqlens_k, seqused_k, total_k)
+        self.kernel(lengths, plan, (tile, tile_n, seen), heads, slots, most_parts).launch(
+            grid=(cute.ceil_div(sequences, WARPS_PER_CTA), 1, 1),
+            block=(LANES * WARPS_PER_CTA, 1, 1),
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        lengths: tuple,
+        plan: cute.Tensor,
+        tiles: tuple[Int32, Int32, Int32],
+        heads: Int32,
+        slots: Int32,
+        most_parts: Int32,
+    ):
+        (cu_seqlens_q, seqused_q, total_q), (cu_seqlens_k, seqused_k, total_k) = lengths
+        tile, tile_n, seen = tiles
+        batch = cu_seqlens_q.shape[0] - 1
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        own = cute.arch.block_idx()[0] * WARPS_PER_CTA + warp
+        if own <= batch:
+            each = self._blocks_of_a_part(lengths, tiles, heads, slots, most_parts, lane)
+            offset_q, seqlen_q = rows_of(cu_seqlens_q, seqused_q, total_q, own)
+            offset_k, seqlen_k = rows_of(cu_seqlens_k, seqused_k, total_k, own)
+            seqlen_k = Int32(0) if own == batch else seqlen_k
+            first_entry = PLAN_HEADER + RECORD * (batch + 1)
+            capacity = (plan.shape[0] - first_entry) // ENTRY
+            before, of_all = Int32(0), Int32(0)
+            for i in cutlass.range(lane, batch + 1, LANES, unroll=1):
+                _, rows_q = rows_of(cu_seqlens_q, seqused_q, total_q, i)
+                _, rows_k = rows_of(cu_seqlens_k, seqused_k, total_k, i)
+                cost = Int32(0) if i == batch else rows_k
+                parts = parts_of(blocks_of(cost, tile_n, seen), each, most_parts)
+                entries = tiles_of(rows_q, tile) * parts
+                comes_before = cost > seqlen_k or (cost == seqlen_k and i < own)
+                # No further than there is room, as in ``PlanKernel``.
+                before = minimum(before + (entries if comes_before else Int32(0)), capacity)
+                of_all = minimum(of_all + entries, capacity)
+            before = cute.arch.warp_reduction_sum(before)
+            of_all = cute.arch.warp_reduction_sum(of_all)
+            parts = parts_of(blocks_of(seqlen_k, tile_n, seen), each, most_parts)
+            if lane == 0:
+                if own == batch:
+                    plan[0] = minimum(of_all, capacity)
+                record = PLAN_HEADER + RECORD * own
+                plan[record] = offset_q
+                plan[record + 1] = seqlen_q
+                plan[record + 2] = offset_k
+                plan[record + 3] = seqlen_k
+            of_a_part = tiles_of(seqlen_q, tile)
+            for i in cutlass.range(lane, minimum(of_a_part * parts, capacity - before), LANES, unroll=1):
+                part = i // of_a_part
+                entry = first_entry + ENTRY * (before + i)
+                plan[entry] = number_of(own, part, parts)
+                plan[entry + 1] = before + part * of_a_part
+
+    @cute.jit
+    def _blocks_of_a_part(
+        self, lengths: tuple, tiles: tuple, heads: Int32, slots: Int32, most_parts: Int32, lane: Int32
+    ) -> Int32:
+        """How many key blocks a part has at most, of those tried (``SHARES``) what takes least time by count: as long
+        as the longest part, or as all parts share out over the slots, by their mean. The fewest parts of equals."""
+        batch, (_, tile_n, _) = lengths[0][0].shape[0] - 1, tiles
+        longest, work = Int32(0), Float32(0.0)
+        for i in cutlass.range(lane, batch, LANES, unroll=1):
+            number, blocks = self._tiles_and_blocks(lengths, tiles, i)
+            longest = maximum(longest, blocks if number > 0 else Int32(0))
+            work += Float32(number) * Float32(blocks)
+        longest = maximum(cute.arch.warp_reduction_max(longest), 1)
+        work = cute.arch.warp_reduction_sum(work)
+        tried = cute.make_rmem_tensor(len(SHARES), Int32)
+        inverse = cute.make_rmem_tensor(len(SHARES), Float32)
+        numbers = cute.make_rmem_tensor(len(SHARES), Float32)
+        numbers.fill(0.0)
+        for j in cutlass.range_constexpr(len(SHARES)):
+            tried[j] = ceil_div(longest, ceil_div(most_parts * SHARES[j], SHARES[-1]))
+            inverse[j] = Float32(1.0) / Float32(tried[j])
+        for i in cutlass.range(lane, batch, LANES, unroll=1):
+            number, blocks = self._tiles_and_blocks(lengths, tiles, i)
+            for j in cutlass.range_constexpr(len(SHARES)):
+                # Rounded as may be: it is a count. Who has a part is decided by integers.
+                parts = Int32(Float32(blocks + tried[j] - 1) * inverse[j])
+                numbers[j] += Float32(number * maximum(parts, 1))
+        of_a_tile = Float32(KEYS_OF_A_TILE) / Float32(tile_n)
+        least, each = Float32.inf, longest
+        for j in cutlass.range_constexpr(len(SHARES)):
+            number = cute.arch.fmax(cute.arch.warp_reduction_sum(numbers[j]), Float32(1.0))
+            turns = number * Float32(heads) / Float32(slots)
+            whole = Float32(Int32(turns))
+            turns = whole + (Float32(1.0) if whole < turns else Float32(0.0))
+            of_all = turns * (work / number + of_a_tile)
+            cost = cute.arch.fmax(Float32(tried[j]) + of_a_tile, of_all)
+            is_less = cost < least
+            each = tried[j] if is_less else each
+            least = cost if is_less else least
+        return each
+
+    @cute.jit
+    def _tiles_and_blocks(self, lengths: tuple, tiles: tuple, i: Int32) -> tuple[Int32, Int32]:
+        """Query tiles of a head, and key blocks, of a sequence."""
+        (cu_seqlens_q, seqused_q, total_q), (cu_seqlens_k, seqused_k, total_k) = lengths
+        tile, tile_n, seen = tiles
+        _, rows_q = rows_of(cu_seqlens_q, seqused_q, total_q, i)
+        _, rows_k = rows_of(cu_seqlens_k, seqused_k, total_k, i)
+        return tiles_of(rows_q, tile), blocks_of(rows_k, tile_n, seen)
+
+
+def tiles_of(rows: Int32, tile: Int32) -> Int32:
+    return minimum(ceil_div(rows, tile), MOST_TILES)
+
+
+def blocks_of(keys: Int32, tile_n: Int32, seen: Int32) -> Int32:
+    return minimum(ceil_div(keys, tile_n), seen)
+
+
+def parts_of(blocks: Int32, each: Int32, most_parts: Int32) -> Int32:
+    """Of a sequence with so many key blocks, where a part has ``each`` at most; at least one."""
+    return minimum(maximum(ceil_div(blocks, each), 1), most_parts)
