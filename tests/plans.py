@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels.plan.config import plan_words
 from cute_kernels.plan.parts import number_of
-from cute_kernels.plan.parts_kernel import KEYS_OF_A_TILE, SHARES
+from cute_kernels.plan.parts_kernel import KEYS_OF_A_TILE, KEYS_OF_RESULTS, TRIED, parts_tried
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,16 @@ class InParts:
         numbers = [tiles * max(-(-self._blocks(keys) // tried), 1) for tiles, keys in sequences]
         number, of_a_tile = max(sum(numbers), 1), KEYS_OF_A_TILE / self.tile_n
         mean = sum(tiles * self._blocks(keys) for tiles, keys in sequences) / number
-        return max(tried + of_a_tile, -(-number * self.heads // self.slots) * (mean + of_a_tile))
+        of_all = -(-number * self.heads // self.slots) * (mean + of_a_tile)
+        of_results = number * self.heads / self.slots * KEYS_OF_RESULTS / self.tile_n
+        return max(tried + of_a_tile, of_all) + of_results
 
     def blocks_of_a_part(self, sequences: list[tuple[int, int]]) -> int:
         """As the kernel finds them."""
         if self.each:
             return self.each
         longest = max([1, *(self._blocks(keys) for tiles, keys in sequences if tiles)])
-        tried = [-(-longest // -(-self.most * share // SHARES[-1])) for share in SHARES]
+        tried = [-(-longest // parts_tried(self.most, i)) for i in range(TRIED)]
         return min(tried, key=lambda each: self.cost(each, sequences))
 
 

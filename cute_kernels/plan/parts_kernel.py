@@ -1,23 +1,32 @@
 """Works out the plan of a launch on packed sequences whose keys are in parts, on the GPU, where lengths are known."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_kernels.integers import ceil_div, maximum, minimum
+from cute_kernels.integers import divide, maximum, minimum
 from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, WARPS_PER_CTA
 from cute_kernels.plan.kernel import LANES, rows_of
 from cute_kernels.plan.parts import number_of
 
-SHARES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64
-"""Of 64: how many of the most parts that there may be the longest sequence is tried in."""
+TRIED = 11
+"""How many numbers of parts are tried: 64, 48, 32, 24, 16 and so on to 2 of 64 of those that there may be."""
 
 KEYS_OF_A_TILE = 256
 """What a tile takes beside its keys: as much as so many (``few_e4m3_times.py``, ``few_queries_times.py``)."""
 
+KEYS_OF_RESULTS = 640
+"""What the results of a tile take, which are written in float32, read and added up, when all multiprocessors do so:
+this many keys of one."""
 
 MOST_TILES = 2**23
 """Of a sequence, as far as they are counted: no sum of tiles in parts exceeds 32 bits, whatever offsets overlap."""
+
+
+MOST_COUNTED = 2**20
+"""Tiles of a head in all parts, as far as their time is counted: that of 256 heads fits 32 bits."""
 
 
 class PartsPlanKernel:
@@ -104,7 +113,7 @@ class PartsPlanKernel:
                 plan[record + 3] = seqlen_k
             of_a_part = tiles_of(seqlen_q, tile)
             for i in cutlass.range(lane, minimum(of_a_part * parts, capacity - before), LANES, unroll=1):
-                part = i // of_a_part
+                part = divide(i, of_a_part)
                 entry = first_entry + ENTRY * (before + i)
                 plan[entry] = number_of(own, part, parts)
                 plan[entry + 1] = before + part * of_a_part
@@ -113,42 +122,38 @@ class PartsPlanKernel:
     def _blocks_of_a_part(
         self, lengths: tuple, tiles: tuple, heads: Int32, slots: Int32, most_parts: Int32, lane: Int32
     ) -> Int32:
-        """How many key blocks a part has at most, of those tried (``SHARES``) what takes least time by count: as long
-        as the longest part, or as all parts share out over the slots, by their mean. The fewest parts of equals."""
+        """How many key blocks a part has at most: of ``TRIED`` numbers of parts of the longest sequence, a lane each,
+        what takes least time by count (``cost_of_parts``), and of equals the fewest parts."""
         batch, (_, tile_n, _) = lengths[0][0].shape[0] - 1, tiles
         longest, work = Int32(0), Float32(0.0)
         for i in cutlass.range(lane, batch, LANES, unroll=1):
             number, blocks = self._tiles_and_blocks(lengths, tiles, i)
             longest = maximum(longest, blocks if number > 0 else Int32(0))
             work += Float32(number) * Float32(blocks)
-        longest = maximum(cute.arch.warp_reduction_max(longest), 1)
+        longest = maximum(cute.arch.warp_redux_sync(longest, "max"), 1)
         work = cute.arch.warp_reduction_sum(work)
-        tried = cute.make_rmem_tensor(len(SHARES), Int32)
-        inverse = cute.make_rmem_tensor(len(SHARES), Float32)
-        numbers = cute.make_rmem_tensor(len(SHARES), Float32)
-        numbers.fill(0.0)
-        for j in cutlass.range_constexpr(len(SHARES)):
-            tried[j] = ceil_div(longest, ceil_div(most_parts * SHARES[j], SHARES[-1]))
-            inverse[j] = Float32(1.0) / Float32(tried[j])
+        tried = divide_up(longest, parts_tried(most_parts, minimum(lane, TRIED - 1)))
+        inverse = cute.arch.rcp_approx(Float32(tried))
+        # Who has a part is decided by integers. Here half a key is less than what the quotient is off by.
+        each = [
+            (Float32(cute.arch.shuffle_sync(tried, j)) - Float32(0.5), cute.arch.shuffle_sync(inverse, j))
+            for j in range(TRIED)
+        ]
+        numbers = cute.make_rmem_tensor(TRIED, Int32)
+        numbers.fill(0)
         for i in cutlass.range(lane, batch, LANES, unroll=1):
             number, blocks = self._tiles_and_blocks(lengths, tiles, i)
-            for j in cutlass.range_constexpr(len(SHARES)):
-                # Rounded as may be: it is a count. Who has a part is decided by integers.
-                parts = Int32(Float32(blocks + tried[j] - 1) * inverse[j])
-                numbers[j] += Float32(number * maximum(parts, 1))
-        of_a_tile = Float32(KEYS_OF_A_TILE) / Float32(tile_n)
-        least, each = Float32.inf, longest
-        for j in cutlass.range_constexpr(len(SHARES)):
-            number = cute.arch.fmax(cute.arch.warp_reduction_sum(numbers[j]), Float32(1.0))
-            turns = number * Float32(heads) / Float32(slots)
-            whole = Float32(Int32(turns))
-            turns = whole + (Float32(1.0) if whole < turns else Float32(0.0))
-            of_all = turns * (work / number + of_a_tile)
-            cost = cute.arch.fmax(Float32(tried[j]) + of_a_tile, of_all)
-            is_less = cost < least
-            each = tried[j] if is_less else each
-            least = cost if is_less else least
-        return each
+            for j in cutlass.range_constexpr(TRIED):
+                above, factor = each[j]
+                numbers[j] += number * maximum(Int32((Float32(blocks) + above) * factor), 1)
+        own = Int32(0)
+        for j in cutlass.range_constexpr(TRIED):
+            of_all = cute.arch.warp_redux_sync(numbers[j], "add")
+            own = of_all if lane >= j else own
+        # A cost is above 0, and such floats are in the order of their bits.
+        cost = cost_of_parts(tried, own, work, tile_n, heads, slots).bitcast(Int32)
+        least = cute.arch.warp_redux_sync(cost, "min")
+        return cute.arch.warp_redux_sync(tried if cost == least else Int32(0), "max")
 
     @cute.jit
     def _tiles_and_blocks(self, lengths: tuple, tiles: tuple, i: Int32) -> tuple[Int32, Int32]:
@@ -160,14 +165,41 @@ class PartsPlanKernel:
         return tiles_of(rows_q, tile), blocks_of(rows_k, tile_n, seen)
 
 
+def divide_up(a: Int32, b: Int32) -> Int32:
+    """``ceil_div`` of an a from 0 on and a b above 0."""
+    return divide(a + b - 1, b)
+
+
+def parts_tried(most_parts: Any, i: Any) -> Any:
+    """Number ``i`` of those tried, from few to all."""
+    share = (2 + (i & 1)) << (i >> 1)
+    return (most_parts * share + 63) >> 6
+
+
+def cost_of_parts(
+    tried: Int32, number: Int32, work: Float32, tile_n: Int32, heads: Int32, slots: Int32
+) -> Float32:
+    """In key blocks: as long as the longest part, or as all parts share out over the slots, by their mean; and what is
+    made of their results. ``number`` are the tiles of a head in all parts, ``work`` all their blocks."""
+    block = cute.arch.rcp_approx(Float32(tile_n))
+    of_a_tile = Float32(KEYS_OF_A_TILE) * block
+    number = minimum(maximum(number, 1), MOST_COUNTED)
+    turns = divide_up(number * heads, slots)
+    of_all = Float32(turns) * (work * cute.arch.rcp_approx(Float32(number)) + of_a_tile)
+    of_results = (
+        Float32(number * heads) * cute.arch.rcp_approx(Float32(slots)) * (Float32(KEYS_OF_RESULTS) * block)
+    )
+    return cute.arch.fmax(Float32(tried) + of_a_tile, of_all) + of_results
+
+
 def tiles_of(rows: Int32, tile: Int32) -> Int32:
-    return minimum(ceil_div(rows, tile), MOST_TILES)
+    return minimum(divide_up(rows, tile), MOST_TILES)
 
 
 def blocks_of(keys: Int32, tile_n: Int32, seen: Int32) -> Int32:
-    return minimum(ceil_div(keys, tile_n), seen)
+    return minimum(divide_up(keys, tile_n), seen)
 
 
 def parts_of(blocks: Int32, each: Int32, most_parts: Int32) -> Int32:
     """Of a sequence with so many key blocks, where a part has ``each`` at most; at least one."""
-    return minimum(maximum(ceil_div(blocks, each), 1), most_parts)
+    return minimum(maximum(divide_up(blocks, each), 1), most_parts)

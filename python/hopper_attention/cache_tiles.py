@@ -15,9 +15,16 @@ from functools import lru_cache
 from cute_kernels.plan.config import MAX_PACKED_ROWS
 from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from hopper.config import WARPGROUP_ROWS
+from hopper.group_rows import rows_of_queries
 from hopper_attention.checks import FP8_DTYPE
 from hopper_attention.decode_rules import select_decode, why_not_on_hopper
-from hopper_attention.few_e4m3_times import FEW_CACHED, SWAPPED_OF_CACHE, swapped_cost
+from hopper_attention.few_e4m3_times import (
+    FEW_CACHED,
+    SWAPPED_OF_CACHE,
+    few_cost,
+    numbers_of_parts,
+    swapped_cost,
+)
 from hopper_attention.few_queries import (
     NOT_FEW,
     FewQueries,
@@ -33,10 +40,11 @@ from hopper_attention.few_queries_times import (
     CACHE_DECODE,
     CACHE_FORWARD,
     NO_TIMES,
+    best_splits,
     decode_cost,
     forward_cost,
 )
-from hopper_attention.kvcache_checks import CacheCall
+from hopper_attention.kvcache_checks import CacheCall, CacheShape
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.paged_forward import page_rows_of_cache, why_not_in_place
 from hopper_attention.masks import NO_MASK
@@ -50,6 +58,10 @@ PAGED, NARROW = 1.15, 1.2
 FEW_ROWS, RAGGED = 32, 1.25
 """The same of calls with so few query rows a K/V head, whose keys the decode kernel shares out as they are: lengths may
 be far from the room that there is, and were 0.8 of it where both were timed."""
+
+SHARE_OF_ROOM = 0.5
+"""Of the room for keys, that sequences have by the mean where numbers of parts are counted: of others the longest alone
+would decide how long a call takes."""
 
 MOST_COUNTED = 1024
 """Queries of a sequence in 16 bits: of more, a tile for each head fills what there is."""
@@ -145,20 +157,39 @@ def _tiles_of(call: CacheCall) -> FewQueries:
             found = [(cost, few) for cost, few in found if few.splits <= call.num_splits]
         if is_decoded and select_decode(call).is_swapped:
             found.append((swapped_cost(shape, keys, SWAPPED_OF_CACHE), FewQueries(call)))
-        return min(found, key=lambda each: each[0])[1]
+        return _in_more_parts(call, packed, min(found, key=lambda each: each[0])[1])
     few = fastest_forward(replace(call, shape=packed), keys, _groups_of(call), CACHE_FORWARD)
     if 0 < call.num_splits < few.splits:
         rows = few.split_rows if call.num_splits > 1 else 0
         few = replace(few, splits=call.num_splits, split_rows=rows)
     if not is_decoded or call.pack_gqa is False or shape.seqlen_q > MOST_QUERIES:
-        return few
+        return _in_more_parts(call, packed, few)
     config = select_decode(call)
     times = NO_TIMES if call.has_one_length else CACHE_DECODE
     of_decode = decode_cost(call, keys, config.tile_m, config.is_widened, times)
     of_tiles = forward_cost(packed, keys, few.group, few.splits, CACHE_FORWARD)
     of_tiles *= (PAGED if shape.is_paged else 1.0) * (NARROW if shape.head_dim <= WARPGROUP_ROWS else 1.0)
     of_tiles *= RAGGED if config.tile_m <= FEW_ROWS else 1.0
-    return FewQueries(call) if of_decode <= of_tiles else few
+    return FewQueries(call) if of_decode <= of_tiles else _in_more_parts(call, packed, few)
+
+
+def _in_more_parts(call: CacheCall, shape: CacheShape, few: FewQueries) -> FewQueries:
+    """Tiles in as many parts as take least time where lengths differ, and no fewer than before: a plan makes no use of
+    those that it has no use for. ``shape`` has the keys that a tile sees."""
+    if few.call is not None or shape.batch == 1 or call.mask.has_window:
+        return few
+    mean = SHARE_OF_ROOM * shape.seqlen_k
+    if shape.dtype == FP8_DTYPE:
+        group, rows = few.group, few.tile_rows
+        numbers = numbers_of_parts(shape, mean, group, rows)
+        splits = min(numbers, key=lambda n: few_cost(shape, mean, group, n, rows, FEW_CACHED))
+    else:
+        splits, rows = best_splits(shape, mean, few.group, CACHE_FORWARD), 0
+    splits = min(splits, call.num_splits or splits)
+    if splits <= few.splits:
+        return few
+    rows_of_16_bits = 0 if rows else rows_of_queries(shape.seqlen_q, few.group)
+    return replace(few, splits=splits, split_rows=rows_of_16_bits)
 
 
 def _groups_of(call: CacheCall) -> tuple[int, ...]:

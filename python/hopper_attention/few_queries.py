@@ -51,7 +51,8 @@ MARGIN = 1.1
 
 LENGTHS = (
     *(32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536),
-    *(2**n for n in range(11, 25)),
+    *(length for n in range(11, 24) for length in (2**n, 3 * 2 ** (n - 1))),
+    2**24,
     MAX_SEQLEN,
 )
 """Keys of a sequence up to which all are served alike: one that grows by a key a call is to find what serves it again.
