@@ -14,7 +14,7 @@ from cute_kernels.plan.parts import number_of
 TRIED = 11
 """How many numbers of parts are tried: 64, 48, 32, 24, 16 and so on to 2 of 64 of those that there may be."""
 
-KEYS_OF_A_TILE = 256
+KEYS_OF_A_TILE = 384
 """What a tile takes beside its keys: as much as so many (``few_e4m3_times.py``, ``few_queries_times.py``)."""
 
 KEYS_OF_RESULTS = 640
@@ -77,31 +77,24 @@ class PartsPlanKernel:
         slots: Int32,
         most_parts: Int32,
     ):
-        (cu_seqlens_q, seqused_q, total_q), (cu_seqlens_k, seqused_k, total_k) = lengths
-        tile, tile_n, seen = tiles
-        batch = cu_seqlens_q.shape[0] - 1
+        batch = lengths[0][0].shape[0] - 1
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         own = cute.arch.block_idx()[0] * WARPS_PER_CTA + warp
         if own <= batch:
-            each = self._blocks_of_a_part(lengths, tiles, heads, slots, most_parts, lane)
-            offset_q, seqlen_q = rows_of(cu_seqlens_q, seqused_q, total_q, own)
-            offset_k, seqlen_k = rows_of(cu_seqlens_k, seqused_k, total_k, own)
-            seqlen_k = Int32(0) if own == batch else seqlen_k
+            of_lane = sequence_of(lengths, tiles, lane)
+            each = self._blocks_of_a_part((lengths, tiles), of_lane, heads, slots, most_parts, lane)
+            offset_q, seqlen_q, offset_k, seqlen_k = rows_of_both(lengths, own)
             first_entry = PLAN_HEADER + RECORD * (batch + 1)
             capacity = (plan.shape[0] - first_entry) // ENTRY
-            before, of_all = Int32(0), Int32(0)
-            for i in cutlass.range(lane, batch + 1, LANES, unroll=1):
-                _, rows_q = rows_of(cu_seqlens_q, seqused_q, total_q, i)
-                _, rows_k = rows_of(cu_seqlens_k, seqused_k, total_k, i)
-                cost = Int32(0) if i == batch else rows_k
-                parts = parts_of(blocks_of(cost, tile_n, seen), each, most_parts)
-                entries = tiles_of(rows_q, tile) * parts
-                comes_before = cost > seqlen_k or (cost == seqlen_k and i < own)
+            before, of_all = entries_of(of_lane, (own, seqlen_k), lane, each, most_parts, capacity)
+            for i in cutlass.range(lane + LANES, batch + 1, LANES, unroll=1):
+                of_sequence = sequence_of(lengths, tiles, i)
+                in_front, more = entries_of(of_sequence, (own, seqlen_k), i, each, most_parts, capacity)
                 # No further than there is room, as in ``PlanKernel``.
-                before = minimum(before + (entries if comes_before else Int32(0)), capacity)
-                of_all = minimum(of_all + entries, capacity)
-            before = cute.arch.warp_reduction_sum(before)
-            of_all = cute.arch.warp_reduction_sum(of_all)
+                before, of_all = minimum(before + in_front, capacity), minimum(of_all + more, capacity)
+            before = cute.arch.warp_redux_sync(before, "add")
+            of_all = cute.arch.warp_redux_sync(of_all, "add")
+            tile, tile_n, seen = tiles
             parts = parts_of(blocks_of(seqlen_k, tile_n, seen), each, most_parts)
             if lane == 0:
                 if own == batch:
@@ -120,16 +113,26 @@ class PartsPlanKernel:
 
     @cute.jit
     def _blocks_of_a_part(
-        self, lengths: tuple, tiles: tuple, heads: Int32, slots: Int32, most_parts: Int32, lane: Int32
+        self,
+        problem: tuple,
+        of_lane: tuple,
+        heads: Int32,
+        slots: Int32,
+        most_parts: Int32,
+        lane: Int32,
     ) -> Int32:
         """How many key blocks a part has at most: of ``TRIED`` numbers of parts of the longest sequence, a lane each,
-        what takes least time by count (``cost_of_parts``), and of equals the fewest parts."""
+        what takes least time by count (``cost_of_parts``), and of equals the fewest parts. ``of_lane`` is the
+        ``sequence_of`` of the lane's number."""
+        lengths, tiles = problem
         batch, (_, tile_n, _) = lengths[0][0].shape[0] - 1, tiles
-        longest, work = Int32(0), Float32(0.0)
-        for i in cutlass.range(lane, batch, LANES, unroll=1):
-            number, blocks = self._tiles_and_blocks(lengths, tiles, i)
-            longest = maximum(longest, blocks if number > 0 else Int32(0))
-            work += Float32(number) * Float32(blocks)
+        _, number, blocks = of_lane
+        number = number if lane < batch else Int32(0)
+        longest, work = (blocks if number > 0 else Int32(0)), Float32(number) * Float32(blocks)
+        for i in cutlass.range(lane + LANES, batch, LANES, unroll=1):
+            _, more, blocks_of_it = sequence_of(lengths, tiles, i)
+            longest = maximum(longest, blocks_of_it if more > 0 else Int32(0))
+            work += Float32(more) * Float32(blocks_of_it)
         longest = maximum(cute.arch.warp_redux_sync(longest, "max"), 1)
         work = cute.arch.warp_reduction_sum(work)
         tried = divide_up(longest, parts_tried(most_parts, minimum(lane, TRIED - 1)))
@@ -140,12 +143,12 @@ class PartsPlanKernel:
             for j in range(TRIED)
         ]
         numbers = cute.make_rmem_tensor(TRIED, Int32)
-        numbers.fill(0)
-        for i in cutlass.range(lane, batch, LANES, unroll=1):
-            number, blocks = self._tiles_and_blocks(lengths, tiles, i)
+        for j in cutlass.range_constexpr(TRIED):
+            numbers[j] = number * tried_parts(blocks, each[j])
+        for i in cutlass.range(lane + LANES, batch, LANES, unroll=1):
+            _, more, blocks_of_it = sequence_of(lengths, tiles, i)
             for j in cutlass.range_constexpr(TRIED):
-                above, factor = each[j]
-                numbers[j] += number * maximum(Int32((Float32(blocks) + above) * factor), 1)
+                numbers[j] += more * tried_parts(blocks_of_it, each[j])
         own = Int32(0)
         for j in cutlass.range_constexpr(TRIED):
             of_all = cute.arch.warp_redux_sync(numbers[j], "add")
@@ -155,14 +158,42 @@ class PartsPlanKernel:
         least = cute.arch.warp_redux_sync(cost, "min")
         return cute.arch.warp_redux_sync(tried if cost == least else Int32(0), "max")
 
-    @cute.jit
-    def _tiles_and_blocks(self, lengths: tuple, tiles: tuple, i: Int32) -> tuple[Int32, Int32]:
-        """Query tiles of a head, and key blocks, of a sequence."""
-        (cu_seqlens_q, seqused_q, total_q), (cu_seqlens_k, seqused_k, total_k) = lengths
-        tile, tile_n, seen = tiles
-        _, rows_q = rows_of(cu_seqlens_q, seqused_q, total_q, i)
-        _, rows_k = rows_of(cu_seqlens_k, seqused_k, total_k, i)
-        return tiles_of(rows_q, tile), blocks_of(rows_k, tile_n, seen)
+
+@cute.jit
+def rows_of_both(lengths: tuple, i: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """A record of the plan; behind the last sequence no query has a key."""
+    (cu_seqlens_q, seqused_q, total_q), (cu_seqlens_k, seqused_k, total_k) = lengths
+    batch = cu_seqlens_q.shape[0] - 1
+    offset_q, seqlen_q = rows_of(cu_seqlens_q, seqused_q, total_q, i)
+    offset_k, seqlen_k = rows_of(cu_seqlens_k, seqused_k, total_k, i)
+    return offset_q, seqlen_q, offset_k, Int32(0) if i == batch else seqlen_k
+
+
+@cute.jit
+def sequence_of(lengths: tuple, tiles: tuple, i: Int32) -> tuple[Int32, Int32, Int32]:
+    """(keys, query tiles of a head, key blocks) of a sequence, or of the rows behind all; nothing behind these."""
+    batch, (tile, tile_n, seen) = lengths[0][0].shape[0] - 1, tiles
+    _, seqlen_q, _, seqlen_k = rows_of_both(lengths, minimum(i, batch))
+    number = tiles_of(seqlen_q, tile)
+    return seqlen_k, Int32(0) if i > batch else number, blocks_of(seqlen_k, tile_n, seen)
+
+
+@cute.jit
+def entries_of(
+    of_sequence: tuple, own: tuple, i: Int32, each: Int32, most_parts: Int32, capacity: Int32
+) -> tuple[Int32, Int32]:
+    """Tiles of a head in all parts of sequence ``i``, if they come before those of ``own``, a sequence and its keys,
+    and if not."""
+    keys, number, blocks = of_sequence
+    entries = minimum(number * parts_of(blocks, each, most_parts), capacity)
+    comes_before = (keys > own[1]) | ((keys == own[1]) & (i < own[0]))
+    return entries if comes_before else Int32(0), entries
+
+
+def tried_parts(blocks: Int32, each: tuple) -> Int32:
+    """``parts_of``, by blocks of a part less a half, and their inverse."""
+    above, factor = each
+    return maximum(Int32((Float32(blocks) + above) * factor), 1)
 
 
 def divide_up(a: Int32, b: Int32) -> Int32:

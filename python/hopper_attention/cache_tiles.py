@@ -35,6 +35,7 @@ from hopper_attention.few_queries import (
     keys_that_count,
     longest_alike,
     tiles_in_e4m3,
+    with_room,
 )
 from hopper_attention.few_queries_times import (
     CACHE_DECODE,
@@ -185,6 +186,7 @@ def _in_more_parts(call: CacheCall, shape: CacheShape, few: FewQueries) -> FewQu
         splits = min(numbers, key=lambda n: few_cost(shape, mean, group, n, rows, FEW_CACHED))
     else:
         splits, rows = best_splits(shape, mean, few.group, CACHE_FORWARD), 0
+    splits = with_room(replace(few, splits=max(splits, few.splits)), shape).splits
     splits = min(splits, call.num_splits or splits)
     if splits <= few.splits:
         return few

@@ -9,7 +9,14 @@ import torch
 
 from cute_kernels.problem import MAX_SEQLEN
 from hopper_attention.checks import TensorSpec
-from hopper_attention.few_queries import NOT_FEW, FewQueries, contiguous_spec, fastest, longest_alike
+from hopper_attention.few_queries import (
+    NOT_FEW,
+    FewQueries,
+    contiguous_spec,
+    fastest,
+    longest_alike,
+    with_room,
+)
 from hopper_attention.kvcache_checks import NAMES, CacheCall, read_shape
 from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS
 from hopper_attention.masks import FULL_SIDES, NO_MASK, MaskSpec
@@ -83,4 +90,4 @@ def _find_few_packed(
     call = CacheCall(
         shape, mask, head_dim**-0.5, scores, backend="hopper", sm_margin=sm_margin, wants_lse=True
     )
-    return fastest(call, min(total_k / batch, shape.seqlen_k), in_e4m3)
+    return with_room(fastest(call, min(total_k / batch, shape.seqlen_k), in_e4m3), shape)

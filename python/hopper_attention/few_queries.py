@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import torch
 
+from cute_kernels.combine.config import FEW_SPLITS
 from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from hopper.field_checks import GROUPS
 from hopper.forward.fp8.tilings import FEW_QUERIES
@@ -30,7 +31,13 @@ from hopper_attention.few_e4m3_times import (
     swapped_cost,
     usual_cost,
 )
-from hopper_attention.few_queries_times import ForwardTimes, best_splits, decode_cost, forward_cost
+from hopper_attention.few_queries_times import (
+    MOST_SEQUENCES,
+    ForwardTimes,
+    best_splits,
+    decode_cost,
+    forward_cost,
+)
 from hopper_attention.fp8_rules import HEAD_DIM_STEP
 from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_shape
 from hopper_attention.launch.base import REMEMBERED_LAUNCHERS
@@ -48,6 +55,9 @@ NOTE_ON_GROUPS = "few queries: tiles have the query heads of a key/value head as
 
 MARGIN = 1.1
 """By which the decode kernel is to be faster: it is two launches as a rule, where the forward kernel is one."""
+
+ROOM_FOR_PARTS, BYTES_OF_PARTS = 4, 2**26
+"""How many times the parts that were counted there may be, and memory that their results may take then."""
 
 LENGTHS = (
     *(32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536),
@@ -75,6 +85,7 @@ class FewQueries:
     def notes(self) -> tuple[str, ...]:
         """What ``explain`` says of the forward kernel."""
         of_parts = f"few queries: {self.splits} CTAs visit a part of a tile's keys each, which a second kernel adds up"
+        of_parts += "; of packed sequences as many as their lengths ask for"
         return ((NOTE_ON_GROUPS,) if self.group > 1 else ()) + ((of_parts,) if self.splits > 1 else ())
 
     def e4m3_problem(
@@ -170,6 +181,17 @@ def fastest(call: CacheCall, mean_k: float, in_e4m3: bool) -> FewQueries:
     of_forward = fastest_forward(call, mean_k)
     is_served = not why_not_on_hopper(call) and is_faster(call, mean_k, of_forward)
     return FewQueries(call) if is_served else of_forward
+
+
+def with_room(few: FewQueries, shape: CacheShape) -> FewQueries:
+    """Tiles of packed sequences in a few more parts than were counted, if there is memory for them: lengths are known
+    on the GPU, and a sequence is in as many as its own asks for. More than a warp adds up at once cost more than they
+    gain (``ragged_parts.json``)."""
+    if few.splits == 1 or shape.batch == 1:
+        return few
+    of_a_part = 4 * shape.heads * shape.total_q * shape.head_dim_v
+    most = min(FEW_SPLITS, MOST_SEQUENCES // shape.batch, BYTES_OF_PARTS // of_a_part)
+    return replace(few, splits=max(min(ROOM_FOR_PARTS * few.splits, most), few.splits))
 
 
 def groups_of(shape: CacheShape) -> tuple[int, ...]:

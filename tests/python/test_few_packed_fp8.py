@@ -13,10 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels.combine.config import CombineConfig
+from cute_kernels.combine.config import FEW_SPLITS, CombineConfig
 from hopper.decode.config import DecodeConfig
 from hopper.forward.fp8.tilings import FEW_QUERIES
-from hopper_attention import compile_cache, device_memory, few_queries, packed_descaled_again, varlen
+from hopper_attention import (
+    compile_cache,
+    device_memory,
+    few_packed_queries,
+    few_queries,
+    packed_descaled_again,
+    varlen,
+)
 from hopper_attention.checks import TensorSpec
 from hopper_attention.few_e4m3_times import (
     MOST_PARTS,
@@ -26,7 +33,7 @@ from hopper_attention.few_e4m3_times import (
     usual_cost,
 )
 from hopper_attention.few_packed_queries import find_few_packed
-from hopper_attention.few_queries import NOT_FEW, FewQueries
+from hopper_attention.few_queries import BYTES_OF_PARTS, NOT_FEW, ROOM_FOR_PARTS, FewQueries, with_room
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.few_packed_fp8 import FewPackedFp8Launcher, find_packed_with_descales
 from hopper_attention.launch.few_packed_queries import FewPackedLaunch
@@ -102,6 +109,7 @@ CALLS: dict[str, tuple[Case, Bounds]] = {
 def serve(monkeypatch: pytest.MonkeyPatch, few: Any) -> None:
     """Calls of few queries of e4m3, which the tiles can serve, are served so from now on."""
     monkeypatch.setattr(few_queries, "fastest_in_e4m3", lambda call, mean_k: few)
+    monkeypatch.setattr(few_packed_queries, "with_room", lambda few, shape: few)
     forget_launchers()
 
 
@@ -307,6 +315,7 @@ def test_bounds_of_lengths_decide_on_what_is_found_again(
     monkeypatch.setattr(
         few_queries, "fastest_in_e4m3", lambda call, mean_k: ways[200 if call.shape.seqlen_k < 500 else 700]
     )
+    monkeypatch.setattr(few_packed_queries, "with_room", lambda few, shape: few)
     case, tensors, lengths = draw("mixed")
     exact = exact_of(replace(case, behind=7), tensors, {})
     k, v = (torch.cat((x, x, x, x)) for x in tensors[1:])
@@ -397,6 +406,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[CacheCall, flo
         return fastest(call, mean_k)
 
     monkeypatch.setattr(few_queries, "fastest_in_e4m3", noted)
+    monkeypatch.setattr(few_packed_queries, "with_room", lambda few, shape: few)
     forget_launchers()
     yield calls
     forget_launchers()
@@ -488,6 +498,25 @@ def test_a_loose_bound_makes_parts_where_lengths_differ(sizes: Sizes) -> None:
     assert in_parts.parts_of(keys, each) == 1
     each = in_parts.blocks_of_a_part([(tiles, keys // 2)] * (batch - 1) + [(tiles, 20 * keys)])
     assert in_parts.parts_of(keys // 2, each) == 1 < in_parts.parts_of(20 * keys, each)
+
+
+def test_there_is_room_for_more_parts_than_are_counted(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several sequences, as far as there is memory for their results."""
+    for sizes, heads, most in (
+        ((1, 40, 20_000), (8, 2), 1),
+        ((3, 70, 30_000), (4, 1), ROOM_FOR_PARTS),
+        ((40, 200, 20_000), (32, 1), 1),
+    ):
+        counted = few_of(sizes, heads, longest_k=2 * sizes[2])
+        counted, shape = replace(counted, splits=3), found[-1][0].shape
+        room = with_room(counted, shape)
+        assert room == replace(counted, splits=room.splits)
+        assert counted.splits <= room.splits <= max(min(most * counted.splits, FEW_SPLITS), counted.splits)
+        assert (room.splits > counted.splits) == (most > 1 and counted.splits < FEW_SPLITS)
+        of_results = 4 * room.splits * shape.total_q * shape.heads * shape.head_dim_v
+        assert of_results <= BYTES_OF_PARTS or room == counted
+    whole = few_of((64, 16, 1000), (32, 4))
+    assert whole.splits == 1 and with_room(whole, found[-1][0].shape) == whole
 
 
 def test_no_few_queries() -> None:
