@@ -16,6 +16,9 @@ from tests.store import kept
 OF_EACH_SAMPLE = 100
 """Of so many recorded kernels one is compiled again, on average."""
 
+COMPILED_AGAIN = 6
+"""How often at most one that is not as recorded is compiled."""
+
 
 def usage_of_each(configs: Sequence[Any]) -> dict[Any, ResourceUsage]:
     """By config. What is recorded and compiled nevertheless must be as recorded."""
@@ -24,8 +27,15 @@ def usage_of_each(configs: Sequence[Any]) -> dict[Any, ResourceUsage]:
     compiled = compile_each([c for c in configs if c.name not in known or c in again], compile_one=kept_usage)
     for config, usage in compiled.items():
         was = known.get(config.name, usage)
-        assert usage == was, f"{config.name}: recorded {was}, compiled {usage}; see tests/shipped_usage.py"
+        is_as_recorded = usage == was or may_be_compiled_as(config, was)
+        assert is_as_recorded, f"{config.name}: recorded {was}, compiled {usage}; see tests/shipped_usage.py"
     return {config: compiled.get(config) or known[config.name] for config in configs}
+
+
+def may_be_compiled_as(config: Any, was: ResourceUsage) -> bool:
+    """Whether one of a few more compilations makes of it what it ``was``: some FP8 kernels of head_dim 64 with keys in
+    parts have one of two machine codes, by chance."""
+    return any(resource_usage(config) == was for _ in range(COMPILED_AGAIN))
 
 
 def assert_small(configs: Sequence[Any]) -> None:
