@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -79,6 +80,19 @@ def test_what_is_compiled_must_be_as_recorded(compiled, monkeypatch) -> None:
         compile_pool, "recorded", lambda configs: {"sampled": ResourceUsage(255, 0, 0, 0, 1024)}
     )
     with pytest.raises(AssertionError, match=r"sampled: recorded .*255.*, compiled .*128"):
+        compile_pool.usage_of_each([Config("sampled")])
+
+
+def test_what_has_two_machine_codes_by_chance_has_the_recorded_one_in_the_end(compiled, monkeypatch) -> None:
+    """And what has another for good has not."""
+    recorded = replace(ONE, code="recorded")
+    monkeypatch.setattr(compile_pool, "recorded", lambda configs: {"sampled": recorded})
+    codes = iter(["other", "other", "recorded"])
+    monkeypatch.setattr(compile_pool, "resource_usage", lambda config: replace(ONE, code=next(codes)))
+    compile_pool.usage_of_each([Config("sampled")])
+    assert next(codes, None) is None
+    monkeypatch.setattr(compile_pool, "resource_usage", lambda config: replace(ONE, code="other"))
+    with pytest.raises(AssertionError, match=r"sampled: recorded .*'recorded'"):
         compile_pool.usage_of_each([Config("sampled")])
 
 
