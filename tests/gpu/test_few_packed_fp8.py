@@ -71,6 +71,7 @@ CASES = {
     "used in part": Case((90, 3, 9), (900, 333, 70), None, (850, 0, 70), heads=(8, 2)),
     "one K/V head": Case((140, 17), (700, 3000), heads=(4, 1), behind=5),
     "more queries than keys": Case((100, 256), (30, 190), heads=(8, 2)),
+    "one long": Case((9, 2, 30, 1), (5000, 40, 333, 1), heads=(8, 2)),
     "many sequences": Case((3, 17, 0, 64) * 20, (300, 1, 70, 129) * 20, heads=(8, 2)),
 }
 SOME = "heads", "a group", "parts of heads", "high parts of a group"
