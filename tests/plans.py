@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_kernels.plan.config import plan_words
 from cute_kernels.plan.parts import number_of
-from cute_kernels.plan.parts_kernel import KEYS_OF_A_TILE, KEYS_OF_RESULTS, TRIED, parts_tried
+from cute_kernels.plan.parts_kernel import KEYS_OF_A_TILE, KEYS_OF_RESULTS, TRIED, number_tried
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class InParts:
         if self.each:
             return self.each
         longest = max([1, *(self._blocks(keys) for tiles, keys in sequences if tiles)])
-        tried = [-(-longest // parts_tried(self.most, i)) for i in range(TRIED)]
+        tried = [-(-longest // number_tried(self.most, i)) for i in range(TRIED)]
         return min(tried, key=lambda each: self.cost(each, sequences))
 
 

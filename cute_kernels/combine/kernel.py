@@ -139,7 +139,9 @@ class CombineKernel:
         total = cute.arch.warp_reduction_sum(total)
         scale = Float32(0.0) if total == 0.0 else Float32(1.0) / total
         for i in cutlass.range_constexpr(each):
-            shares[lane + LANES * i] = logs[i] * scale
+            # Where a part is NaN, so is the scale, but what is behind the last split is not to be read.
+            is_there = lane + LANES * i < splits
+            shares[lane + LANES * i] = logs[i] * scale if is_there else Float32(0.0)
         if const_expr(shares_of(self.config.ways) > MAX_SPLITS):
             if lane < shares_of(self.config.ways) - MAX_SPLITS:
                 shares[MAX_SPLITS + lane] = Float32(0.0)

@@ -47,17 +47,20 @@ def plan_words(total: int, batch: int, tile: int, parts: int = 1) -> int:
     return PLAN_HEADER + RECORD * (batch + 1) + ENTRY * plan_entries(total, batch, tile) * parts
 
 
-def check_packed_size(kernel: str, heads: int, batch: int, totals: tuple[int, int], tile: int) -> None:
+def check_packed_size(
+    kernel: str, heads: int, batch: int, totals: tuple[int, int], tile: int, parts: int = 1
+) -> None:
     """Raise NotImplementedError for packed rows or tiles that a kernel's 32-bit numbers cannot count.
 
-    ``totals`` are rows of Q and of K, ``tile`` those of a tile of Q; ``kernel`` is its name in the message.
+    ``totals`` are rows of Q and of K, ``tile`` those of a tile of Q, whose keys are in up to so many ``parts``;
+    ``kernel`` is its name in the message.
     """
     for name, total in zip(("total_q", "total_k"), totals, strict=True):
         if total > MAX_PACKED_ROWS:
             raise NotImplementedError(
                 f"{name} is {total}, the {kernel} takes at most {MAX_PACKED_ROWS} packed rows: split the batch"
             )
-    tiles = heads * plan_entries(totals[0], batch, tile)
+    tiles = heads * plan_entries(totals[0], batch, tile) * parts
     if tiles > MAX_TILES:
         raise NotImplementedError(
             f"heads {heads} x total_q {totals[0]} in {batch} sequences may be {tiles} tiles of {tile} queries, the "

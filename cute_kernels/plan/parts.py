@@ -1,7 +1,8 @@
-"""What kernels read of a plan of tiles whose keys are in parts (``parts_kernel.py``): each sequence in as many as it is
-long, as the longest decides how long a call takes.
+"""What kernels read of a plan of tiles whose keys are in parts (``parts_kernel.py``). A longer sequence has more parts,
+so that the longest does not decide how long a call takes.
 
-An entry of such a plan is a tile of a part. The number of its sequence says also which part it is, and of how many.
+An entry of such a plan is a tile of a part, with the first tile of that part. The number of its sequence says also
+which part it is, and of how many.
 """
 
 from dataclasses import replace

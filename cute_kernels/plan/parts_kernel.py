@@ -22,8 +22,8 @@ KEYS_OF_RESULTS = 640
 this many keys of one."""
 
 MOST_TILES = 2**23
-"""Of a sequence, as far as they are counted: no sum of tiles in parts exceeds 32 bits, whatever offsets overlap."""
-
+"""Of a sequence, as far as they are counted, so that in parts they fit 32 bits, whatever offsets overlap. Sums by which
+parts are chosen may be wrong then; entries are cut to those that there is room for."""
 
 MOST_COUNTED = 2**20
 """Tiles of a head in all parts, as far as their time is counted: that of 256 heads fits 32 bits."""
@@ -81,14 +81,14 @@ class PartsPlanKernel:
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         own = cute.arch.block_idx()[0] * WARPS_PER_CTA + warp
         if own <= batch:
-            of_lane = sequence_of(lengths, tiles, lane)
+            of_lane = counts_of(lengths, tiles, lane)
             each = self._blocks_of_a_part((lengths, tiles), of_lane, heads, slots, most_parts, lane)
             offset_q, seqlen_q, offset_k, seqlen_k = rows_of_both(lengths, own)
             first_entry = PLAN_HEADER + RECORD * (batch + 1)
             capacity = (plan.shape[0] - first_entry) // ENTRY
             before, of_all = entries_of(of_lane, (own, seqlen_k), lane, each, most_parts, capacity)
             for i in cutlass.range(lane + LANES, batch + 1, LANES, unroll=1):
-                of_sequence = sequence_of(lengths, tiles, i)
+                of_sequence = counts_of(lengths, tiles, i)
                 in_front, more = entries_of(of_sequence, (own, seqlen_k), i, each, most_parts, capacity)
                 # No further than there is room, as in ``PlanKernel``.
                 before, of_all = minimum(before + in_front, capacity), minimum(of_all + more, capacity)
@@ -123,32 +123,32 @@ class PartsPlanKernel:
     ) -> Int32:
         """How many key blocks a part has at most: of ``TRIED`` numbers of parts of the longest sequence, a lane each,
         what takes least time by count (``cost_of_parts``), and of equals the fewest parts. ``of_lane`` is the
-        ``sequence_of`` of the lane's number."""
+        ``counts_of`` of the lane's number."""
         lengths, tiles = problem
         batch, (_, tile_n, _) = lengths[0][0].shape[0] - 1, tiles
         _, number, blocks = of_lane
         number = number if lane < batch else Int32(0)
         longest, work = (blocks if number > 0 else Int32(0)), Float32(number) * Float32(blocks)
         for i in cutlass.range(lane + LANES, batch, LANES, unroll=1):
-            _, more, blocks_of_it = sequence_of(lengths, tiles, i)
+            _, more, blocks_of_it = counts_of(lengths, tiles, i)
             longest = maximum(longest, blocks_of_it if more > 0 else Int32(0))
             work += Float32(more) * Float32(blocks_of_it)
         longest = maximum(cute.arch.warp_redux_sync(longest, "max"), 1)
         work = cute.arch.warp_reduction_sum(work)
-        tried = divide_up(longest, parts_tried(most_parts, minimum(lane, TRIED - 1)))
+        tried = divide_up(longest, number_tried(most_parts, minimum(lane, TRIED - 1)))
         inverse = cute.arch.rcp_approx(Float32(tried))
-        # Who has a part is decided by integers. Here half a key is less than what the quotient is off by.
+        # Who has a part is decided by integers. Here half a block is more than what the product is off by.
         each = [
             (Float32(cute.arch.shuffle_sync(tried, j)) - Float32(0.5), cute.arch.shuffle_sync(inverse, j))
             for j in range(TRIED)
         ]
         numbers = cute.make_rmem_tensor(TRIED, Int32)
         for j in cutlass.range_constexpr(TRIED):
-            numbers[j] = number * tried_parts(blocks, each[j])
+            numbers[j] = number * parts_by_inverse(blocks, each[j])
         for i in cutlass.range(lane + LANES, batch, LANES, unroll=1):
-            _, more, blocks_of_it = sequence_of(lengths, tiles, i)
+            _, more, blocks_of_it = counts_of(lengths, tiles, i)
             for j in cutlass.range_constexpr(TRIED):
-                numbers[j] += more * tried_parts(blocks_of_it, each[j])
+                numbers[j] += more * parts_by_inverse(blocks_of_it, each[j])
         own = Int32(0)
         for j in cutlass.range_constexpr(TRIED):
             of_all = cute.arch.warp_redux_sync(numbers[j], "add")
@@ -170,7 +170,7 @@ def rows_of_both(lengths: tuple, i: Int32) -> tuple[Int32, Int32, Int32, Int32]:
 
 
 @cute.jit
-def sequence_of(lengths: tuple, tiles: tuple, i: Int32) -> tuple[Int32, Int32, Int32]:
+def counts_of(lengths: tuple, tiles: tuple, i: Int32) -> tuple[Int32, Int32, Int32]:
     """(keys, query tiles of a head, key blocks) of a sequence, or of the rows behind all; nothing behind these."""
     batch, (tile, tile_n, seen) = lengths[0][0].shape[0] - 1, tiles
     _, seqlen_q, _, seqlen_k = rows_of_both(lengths, minimum(i, batch))
@@ -190,7 +190,7 @@ def entries_of(
     return entries if comes_before else Int32(0), entries
 
 
-def tried_parts(blocks: Int32, each: tuple) -> Int32:
+def parts_by_inverse(blocks: Int32, each: tuple) -> Int32:
     """``parts_of``, by blocks of a part less a half, and their inverse."""
     above, factor = each
     return maximum(Int32((Float32(blocks) + above) * factor), 1)
@@ -201,7 +201,7 @@ def divide_up(a: Int32, b: Int32) -> Int32:
     return divide(a + b - 1, b)
 
 
-def parts_tried(most_parts: Any, i: Any) -> Any:
+def number_tried(most_parts: Any, i: Any) -> Any:
     """Number ``i`` of those tried, from few to all."""
     share = (2 + (i & 1)) << (i >> 1)
     return (most_parts * share + 63) >> 6

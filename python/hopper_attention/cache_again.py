@@ -259,7 +259,7 @@ class _CacheScript:
         shape, config, device = self.call.shape, self.launcher.config, self.call.shape.device
         totals, tile = (shape.total_q, shape.batch * shape.capacity), config.tile_queries
         planner, heads = self.launcher.planner, shape.heads
-        check_packed_size("kernel", heads * self.launcher.splits, shape.batch, totals, tile)
+        check_packed_size("kernel", heads, shape.batch, totals, tile, self.launcher.splits)
         of_k = kept_argument(device_memory.multiples(shape.batch + 1, shape.capacity, device))
         of_q = self.listed("cu_seqlens_q") or kept_argument(
             device_memory.multiples(shape.batch + 1, shape.seqlen_q, device)

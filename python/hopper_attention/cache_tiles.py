@@ -4,7 +4,7 @@ parts: whether, and by which tiles.
 The decode kernel shares keys out evenly, whatever the lengths are, and serves few query rows best. From some number on
 it starts late and multiplies slowly, and takes e4m3 queries in 16 bits. The forward kernels read a cache where it lies
 as well, and multiply e4m3 by e4m3. So both are counted, as for few queries without a cache (``few_queries``): here no
-sequence is known to be shorter than the cache has room for.
+sequence is known to be shorter than the cache has room for, but parts are counted as if some were (``SHARE_OF_ROOM``).
 """
 
 from __future__ import annotations

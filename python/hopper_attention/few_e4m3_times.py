@@ -14,7 +14,15 @@ from cute_kernels.plan.config import MOST_PARTS, MOST_SEQUENCES_IN_PARTS
 from cute_kernels.problem import DENSE, VARLEN
 from hopper.forward.fp8.tilings import FEW_QUERIES, few_queries_tilings
 from hopper.group_rows import queries_of_rows
-from hopper_attention.few_queries_times import COLUMNS, MOST_SEQUENCES, DecodeTimes, parts_by_mean
+from hopper_attention.few_queries_times import (
+    COLUMNS,
+    MOST_SEQUENCES,
+    DecodeTimes,
+    longest_counted,
+    most_in_memory,
+    parts_by_mean,
+    plan_cost,
+)
 from hopper_attention.kvcache_checks import CacheShape
 from hopper_attention.packing_rules import FORWARD_ROWS, MULTIPROCESSORS
 
@@ -82,15 +90,11 @@ SWAPPED = DecodeTimes(4.0, 1.75, 0.0098)
 
 SWAPPED_OF_CACHE = DecodeTimes(4.0, 2.0, 0.0075)
 """The same of calls on a cache, whose lengths are not known but for the room that there is. Where they are shorter the
-decode kernel takes less time, as it shares out the keys that there are; tiles gain less, since the longest sequence
-decides how long they take (``fp8_cache_ways.json``)."""
+decode kernel takes less time, as it shares out the keys that there are; tiles gained less, as long as the longest
+sequence decided how long they take (``fp8_cache_ways.json``)."""
 
 SWAPPED_OF_PACKED = {8: DecodeTimes(6.0, 1.7, 0.007), 16: DecodeTimes(9.0, 1.7, 0.007)}
 """The same of packed sequences, by the rows of that operand."""
-
-
-MOST_TIMES_MEAN = 16
-"""The longest of packed sequences counts as no more than so many times their mean: bounds of lengths may be loose."""
 
 
 def native_size(shape: CacheShape) -> int:
@@ -103,7 +107,7 @@ def usual_cost(shape: CacheShape, mean_k: float) -> float:
     times = USUAL_OF_PACKED if shape.is_packed_q else USUAL
     turns = -(-count_tiles(shape, 1, FORWARD_ROWS) // MULTIPROCESSORS)
     columns = times.tile_columns * shape.head_dim / COLUMNS
-    keys = max(turns * mean_k, _longest(shape, mean_k))
+    keys = max(turns * mean_k, longest_counted(shape, mean_k))
     return times.start + turns * (times.tile + columns) + keys * USUAL_KEYS[native_size(shape)]
 
 
@@ -128,13 +132,13 @@ def few_cost(
     of calls without a cache by default."""
     native = native_size(shape)
     longest = _longest_part(shape, mean_k, tile_rows, splits)
-    parts = parts_by_mean(splits, _longest(shape, mean_k), mean_k)
+    parts = parts_by_mean(splits, longest_counted(shape, mean_k), mean_k)
     tiles = FewTiles(
         tile_rows,
         ceil(count_tiles(shape, group, tile_rows) * parts),
         CTAS[native][tile_rows],
         KEYS[native][tile_rows],
-        (longest, longest * splits / parts * mean_k / _longest(shape, mean_k)),
+        (longest, longest * splits / parts * mean_k / longest_counted(shape, mean_k)),
         splits,
         parts,
     )
@@ -175,7 +179,9 @@ def cost_of_tiles(times: FewTimes, tiles: FewTiles, shape: CacheShape, mean_k: f
     cost = times.start + -(-of_one // tiles.ctas) * of_tile + of_keys
     if tiles.splits > 1:
         columns = tiles.parts_by_mean * shape.heads * shape.total_q * shape.head_dim / 2**20
-        cost += times.merge + times.merge_part * tiles.splits + times.merge_column * columns
+        cost += (
+            times.merge + times.merge_part * tiles.splits + times.merge_column * columns + plan_cost(shape)
+        )
     return cost
 
 
@@ -186,9 +192,10 @@ def numbers_of_parts(shape: CacheShape, mean_k: float, group: int, tile_rows: in
         return {1}
     slots = MULTIPROCESSORS * CTAS[native_size(shape)][tile_rows]
     tiles, blocks = count_tiles(shape, group, tile_rows), _blocks_of_parts(shape, mean_k, tile_rows)
-    stretches = {1.0, _longest(shape, mean_k) / mean_k}
+    stretches = {1.0, longest_counted(shape, mean_k) / mean_k}
     tried = (worthwhile_parts(slots / tiles * each, blocks, shape.batch) for each in stretches)
-    return {1}.union(*tried)
+    most = most_in_memory(shape)
+    return {1} | {number for number in set().union(*tried) if number <= most}
 
 
 def worthwhile_parts(filling: float, blocks: int, batch: int) -> set[int]:
@@ -201,21 +208,16 @@ def worthwhile_parts(filling: float, blocks: int, batch: int) -> set[int]:
     return {-(-blocks // -(-blocks // number)) for number in within if number > 1}
 
 
-def _longest(shape: CacheShape, mean_k: float) -> float:
-    """Keys of the longest sequence, as far as that is known."""
-    return min(shape.seqlen_k, MOST_TIMES_MEAN * mean_k)
-
-
 def _longest_part(shape: CacheShape, mean_k: float, tile_rows: int, splits: int) -> float:
     """Keys of the longest of so many parts, which have whole blocks."""
     if splits == 1:
-        return _longest(shape, mean_k)
+        return longest_counted(shape, mean_k)
     return -(-_blocks_of_parts(shape, mean_k, tile_rows) // splits) * _tile_n_of_parts(shape, tile_rows)
 
 
 def _blocks_of_parts(shape: CacheShape, mean_k: float, tile_rows: int) -> int:
     """Key blocks of a sequence, where keys are in parts."""
-    return ceil(_longest(shape, mean_k) / _tile_n_of_parts(shape, tile_rows))
+    return ceil(longest_counted(shape, mean_k) / _tile_n_of_parts(shape, tile_rows))
 
 
 def _tile_n_of_parts(shape: CacheShape, tile_rows: int) -> int:

@@ -37,6 +37,7 @@ from hopper_attention.few_queries_times import (
     best_splits,
     decode_cost,
     forward_cost,
+    most_in_memory,
 )
 from hopper_attention.fp8_rules import HEAD_DIM_STEP
 from hopper_attention.kvcache_checks import NAMES, CacheCall, CacheShape, read_shape
@@ -51,13 +52,14 @@ NOTE = (
     "over the GPU"
 )
 NOTE_ON_GROUPS = "few queries: tiles have the query heads of a key/value head as rows"
+NOTE_ON_LENGTHS = "a sequence is in as many parts as its length asks for, up to that number"
 
 
 MARGIN = 1.1
 """By which the decode kernel is to be faster: it is two launches as a rule, where the forward kernel is one."""
 
-ROOM_FOR_PARTS, BYTES_OF_PARTS = 4, 2**26
-"""How many times the parts that were counted there may be, and memory that their results may take then."""
+ROOM_FOR_PARTS = 4
+"""How many times the parts that were counted there may be."""
 
 LENGTHS = (
     *(32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536),
@@ -85,8 +87,12 @@ class FewQueries:
     def notes(self) -> tuple[str, ...]:
         """What ``explain`` says of the forward kernel."""
         of_parts = f"few queries: {self.splits} CTAs visit a part of a tile's keys each, which a second kernel adds up"
-        of_parts += "; of packed sequences as many as their lengths ask for"
         return ((NOTE_ON_GROUPS,) if self.group > 1 else ()) + ((of_parts,) if self.splits > 1 else ())
+
+    @property
+    def notes_of_packed(self) -> tuple[str, ...]:
+        """The same of packed sequences and of those on a cache."""
+        return (*self.notes, NOTE_ON_LENGTHS) if self.splits > 1 else self.notes
 
     def e4m3_problem(
         self, head_dims: tuple[int, int], mask: MaskSpec, is_packed: bool, scores: ScoreKind = PLAIN
@@ -189,8 +195,7 @@ def with_room(few: FewQueries, shape: CacheShape) -> FewQueries:
     gain (``ragged_parts.json``)."""
     if few.splits == 1 or shape.batch == 1:
         return few
-    of_a_part = 4 * shape.heads * shape.total_q * shape.head_dim_v
-    most = min(FEW_SPLITS, MOST_SEQUENCES // shape.batch, BYTES_OF_PARTS // of_a_part)
+    most = min(FEW_SPLITS, MOST_SEQUENCES // shape.batch, most_in_memory(shape))
     return replace(few, splits=max(min(ROOM_FOR_PARTS * few.splits, most), few.splits))
 
 

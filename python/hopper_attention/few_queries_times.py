@@ -90,6 +90,15 @@ HIGH_ROWS = 192
 MOST_SPLITS, LEAST_KEYS, MOST_SEQUENCES = 64, 256, 2**20
 """Parts of a tile at most, keys of a part at least, and sequences of all parts at most."""
 
+BYTES_OF_PARTS = 2**26
+"""Memory that the results of packed sequences in parts take at most."""
+
+MOST_TIMES_MEAN = 16
+"""The longest of packed sequences counts as no more than so many times their mean: bounds of lengths may be loose."""
+
+PLAN_OF_PARTS, PLAN_OF_A_SEQUENCE = 1.0, 0.02
+"""That a plan of parts takes more than one without, and of that for each sequence (``ragged_parts.json``)."""
+
 
 def decode_cost(
     call: CacheCall,
@@ -117,7 +126,8 @@ def forward_cost(
     """Of the forward kernel with ``group`` heads in a tile, whose keys are in ``splits`` parts. It has a CTA for each
     multiprocessor. The longest sequence is one's. ``times`` are those of calls without a cache by default."""
     times = times or (PACKED_FORWARD if shape.is_packed_q else DENSE_FORWARD)
-    heads, parts = shape.heads // group, parts_by_mean(splits, shape.seqlen_k, mean_k)
+    longest = longest_counted(shape, mean_k)
+    heads, parts = shape.heads // group, parts_by_mean(splits, longest, mean_k)
     wide, rows = shape.head_dim / COLUMNS, rows_of_queries(shape.seqlen_q, group)
     is_high = splits > 1 and rows > FORWARD_ROWS and max(shape.head_dim, shape.head_dim_v) <= WARPGROUP_ROWS
     tile_m = HIGH_ROWS if is_high else FORWARD_ROWS
@@ -128,12 +138,29 @@ def forward_cost(
     key = (times.key_of_half if is_half else times.key) * tile_m / FORWARD_ROWS
     # Heads that share keys read them together.
     read = times.read * tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / heads
-    of_keys = max(turns * mean_k / parts * max(key, read), shape.seqlen_k / splits * key) * wide
+    of_keys = max(turns * mean_k / parts * max(key, read), longest / splits * key) * wide
     cost = times.start + turns * (times.tile + wide * times.tile_columns) + of_keys
     if splits > 1:
         columns = parts * shape.heads * shape.total_q * shape.head_dim / 2**20
-        cost += times.merge + times.merge_part * splits + times.merge_column * columns
+        cost += times.merge + times.merge_part * splits + times.merge_column * columns + plan_cost(shape)
     return cost
+
+
+def longest_counted(shape: CacheShape, mean_k: float) -> float:
+    """Keys of the longest sequence, as far as that is known."""
+    return min(shape.seqlen_k, MOST_TIMES_MEAN * mean_k)
+
+
+def plan_cost(shape: CacheShape) -> float:
+    """That of parts in the plan of packed sequences, beyond that of a plan without."""
+    return PLAN_OF_PARTS + PLAN_OF_A_SEQUENCE * shape.batch if shape.is_packed_q else 0.0
+
+
+def most_in_memory(shape: CacheShape) -> int:
+    """Parts of packed sequences for whose results there is memory; one at least."""
+    if not shape.is_packed_q:
+        return MOST_SEQUENCES
+    return max(BYTES_OF_PARTS // (4 * shape.heads * shape.total_q * shape.head_dim_v), 1)
 
 
 def parts_by_mean(splits: int, longest: float, mean_k: float) -> float:
@@ -148,9 +175,11 @@ def best_splits(shape: CacheShape, mean_k: float, group: int, times: ForwardTime
     what it gains."""
     if shape.is_packed_q and shape.batch > MOST_SEQUENCES_IN_PARTS:
         return 1
-    most = min(MOST_SPLITS, shape.seqlen_k // LEAST_KEYS, MOST_SEQUENCES // shape.batch)
+    most = min(
+        MOST_SPLITS, shape.seqlen_k // LEAST_KEYS, MOST_SEQUENCES // shape.batch, most_in_memory(shape)
+    )
     tiles = shape.heads // group * _tiles_of_head(shape, group, FORWARD_ROWS)
-    stretches = {1.0, shape.seqlen_k / mean_k}
+    stretches = {1.0, longest_counted(shape, mean_k) / mean_k}
     filling = [turns * MULTIPROCESSORS / tiles * each for turns in (1, 2, 3) for each in stretches]
     tried = {1, *(min(int(number * share), most) for number in filling for share in (0.5, 0.75, 1.0))}
     numbers = sorted(number for number in tried if number >= 1)

@@ -162,7 +162,7 @@ def explain_kvcache(
     if choice.backend in KERNELS:
         notes += check_margin(sm_margin, target, q.device)
     if rule.path == "tiles":
-        notes += tiles_of(call).notes
+        notes += tiles_of(call).notes_of_packed
     steps = (
         *_append_steps(call, tensors, target, choice.backend),
         *_copy_steps(call.shape, rule.path, target, choice.backend),

@@ -161,7 +161,7 @@ def explain_varlen(
             grouped = replace(problem, group=few.group, split_rows=few.split_rows)
             config = forward_rules.select_for(grouped, choice.backend, target.capability)
         served_by = config
-        notes = (*notes, *few.notes)
+        notes = (*notes, *few.notes_of_packed)
     elif few.call is None and isinstance(config, ForwardConfig) and (not is_fp8 or in_16_bits):
         usual = forward_rules.packed_problem_of(whole["q"], whole["v"], *masked, scores.kind)
         grouped = tile_turns.packed_in_fewer_turns(usual, whole["q"], whole["k"], lengths, sm_margin)

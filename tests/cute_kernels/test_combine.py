@@ -117,6 +117,15 @@ def test_a_row_of_nan_is_nan_and_no_other() -> None:
     assert bool(merged[0, 1, 0].isnan()) and not bool(merged[0, 1, 1].isnan())
 
 
+@pytest.mark.parametrize("ways", [1, 4])
+def test_behind_a_part_of_nan_nothing_is_read(ways: int) -> None:
+    """The machine refuses what lies behind the last part."""
+    parts, lse = draw(3, (1, 2, 2), 64, seed=5)
+    lse[1, 0, 1, 1] = math.nan
+    out, _ = combine_on_numpy(parts.clone(), lse.clone(), torch.bfloat16, ways)
+    assert bool(out[0, 1, 1].isnan().all()) and not bool(out[0, 0].isnan().any())
+
+
 def test_large_log_sums_do_not_overflow() -> None:
     parts, lse = draw(4, (1, 2, 2), 64, seed=2)
     check(combine_on_numpy(parts, lse + 5000.0, torch.bfloat16, 1), parts, lse + 5000.0)

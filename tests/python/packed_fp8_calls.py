@@ -101,6 +101,7 @@ def check_launches(kernels: Kernels, plan: Any) -> None:
         assert (few_queries.NOTE_ON_GROUPS in plan.notes) == (config.group > 1)
         of_parts = f"{call['splits']} CTAs visit a part of a tile's keys"
         assert any(of_parts in note for note in plan.notes) == config.split == (call["splits"] > 1)
+        assert (few_queries.NOTE_ON_LENGTHS in plan.notes) == config.split
 
 
 def apart(x: Tensor) -> Tensor:

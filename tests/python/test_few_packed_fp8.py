@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,13 +28,13 @@ from hopper_attention import (
 from hopper_attention.checks import TensorSpec
 from hopper_attention.few_e4m3_times import (
     MOST_PARTS,
-    MOST_TIMES_MEAN,
     few_cost,
     numbers_of_parts,
     usual_cost,
 )
 from hopper_attention.few_packed_queries import find_few_packed
-from hopper_attention.few_queries import BYTES_OF_PARTS, NOT_FEW, ROOM_FOR_PARTS, FewQueries, with_room
+from hopper_attention.few_queries import NOT_FEW, ROOM_FOR_PARTS, FewQueries, with_room
+from hopper_attention.few_queries_times import BYTES_OF_PARTS, MOST_TIMES_MEAN
 from hopper_attention.kvcache_checks import CacheCall
 from hopper_attention.launch.few_packed_fp8 import FewPackedFp8Launcher, find_packed_with_descales
 from hopper_attention.launch.few_packed_queries import FewPackedLaunch
@@ -517,6 +518,18 @@ def test_there_is_room_for_more_parts_than_are_counted(found: Any, monkeypatch: 
         assert of_results <= BYTES_OF_PARTS or room == counted
     whole = few_of((64, 16, 1000), (32, 4))
     assert whole.splits == 1 and with_room(whole, found[-1][0].shape) == whole
+
+
+def test_results_in_parts_take_no_more_memory_than_they_may() -> None:
+    """However loose the bound of lengths is."""
+    draw = random.Random(0)
+    for _ in range(60):
+        sizes = draw.randrange(2, 300), draw.randrange(1, 100), draw.randrange(50, 20_000)
+        kv_heads, head_dim = draw.choice((1, 2, 8)), draw.choice((64, 128, 256))
+        heads = kv_heads * draw.choice((1, 4, 8)), kv_heads
+        few = few_of(sizes, heads, head_dim, sizes[2] * draw.choice((1, 4, 30, 100)))
+        of_a_part = 4 * heads[0] * sizes[0] * sizes[1] * head_dim
+        assert few.splits == 1 or few.splits * of_a_part <= BYTES_OF_PARTS
 
 
 def test_no_few_queries() -> None:

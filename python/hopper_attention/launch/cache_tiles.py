@@ -59,8 +59,8 @@ class CacheTilesLauncher(Launcher):
         q = make_packed_addressable(t.q if shape.is_packed_q else t.q.flatten(0, 1))
         caches = [repair.apply(x) for repair, x in zip(self.repairs, (t.k_cache, t.v_cache), strict=True)]
         totals = shape.total_q, shape.batch * shape.capacity
-        heads = shape.heads * self.splits
-        check_packed_size("kernel", heads, shape.batch, totals, self.config.tile_queries)
+        of_tiles = self.config.tile_queries, self.splits
+        check_packed_size("kernel", shape.heads, shape.batch, totals, *of_tiles)
         make = device_memory.empty_on_gpu
         out = make(*new_layout((shape.total_q, shape.heads, shape.head_dim_v)), shape.out_dtype)
         rows_of_lse = shape.total_q if call.wants_lse else 0

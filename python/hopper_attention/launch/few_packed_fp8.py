@@ -63,7 +63,7 @@ class FewPackedFp8Launcher(Launcher):
         (total_q, heads, _), (total_k, kv_heads, columns) = q.shape, v.shape
         attention, batch, device = self.attention, cu_seqlens_q.shape[0] - 1, q.device
         tile, totals = attention.config.tile_queries, (total_q, total_k)
-        check_packed_size("FP8 kernel", heads * self.splits, batch, totals, tile)
+        check_packed_size("FP8 kernel", heads, batch, totals, tile, self.splits)
         of_heads = heads // attention.config.group
         groups = of_heads // kv_heads
         plan = attention.planner(*lengths[:4], totals, tile, heads=of_heads)

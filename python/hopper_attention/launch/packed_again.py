@@ -63,7 +63,7 @@ class ReadyPackedLaunch:
         of_window = kernel_sides(*sides) if config.window else NO_SIDES
         behind = *of_window, plan, sequences, *NO_PAGES, *NO_CHANGES, launcher.num_ctas
         used = unused, unused if lengths.seqused_k is None else used_k
-        of_plan = total_q, k.shape[0], *launcher.planner.options(config.tile_queries, heads)
+        of_plan = total_q, k.shape[0], *launcher.planner.options(config.tile_queries, heads // config.group)
         steps = [
             Step(launcher.planner.kernel, (starts_q, starts_k, *used, plan, *of_plan)),
             Step(launcher.kernel, (of_q, of_k, of_v, of_out, lse, counter, scale, *behind)),

@@ -86,6 +86,6 @@ def find_parts_planner(
     if splits == 1:
         return find_planner(config)
     kernel = compile_cache.get_forward(PlanConfig(HOPPER_ARCH, in_parts=True))
-    # The keys of a tile begin and end within a block.
-    seen = mask.most_keys(MAX_SEQLEN) + config.tile_queries
+    # The keys of a tile begin and end within a block, and its queries may be in two chunks.
+    seen = mask.most_keys(MAX_SEQLEN) + config.tile_queries + mask.attention_chunk
     return PartsPlanner(kernel, config.tile_n, seen // config.tile_n + 2, num_ctas, splits)

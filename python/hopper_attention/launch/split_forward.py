@@ -153,7 +153,7 @@ class PackedSplitLauncher:
                 return self(q, k, v, *lengths, *longest, softmax_scale, *window, wants_lse, scores)
         (total_q, heads, _), tile = q.shape, launcher.config.tile_queries
         batch, totals = cu_seqlens_q.shape[0] - 1, (total_q, k.shape[0])
-        check_packed_size("kernel", heads * launcher.splits, batch, totals, tile)
+        check_packed_size("kernel", heads, batch, totals, tile, launcher.splits)
         sizes = SplitSizes(launcher.splits, 1, total_q, heads, launcher.head_dim_v)
         out = device_memory.empty_on_gpu(*new_layout((total_q, heads, launcher.head_dim_v)), q.dtype)
         lse = device_memory.empty_on_gpu(*new_layout((heads, total_q if wants_lse else 0)), torch.float32)
