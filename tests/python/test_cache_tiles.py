@@ -80,7 +80,7 @@ def test_16_bit_calls(heads: tuple[int, int], page_size: int) -> None:
         assert plan(queries, heads, **options).path == "decode"
     for queries in (1025, 2048):
         assert plan(queries, heads, **options).path == "paged"
-    for queries in (64, 128):
+    for queries in (96, 128):
         found = plan(queries, heads, batch=1, capacity=65536, **options)
         config = found.config
         assert found.path == "tiles" and isinstance(config, ForwardConfig) and found.steps == ()
@@ -562,7 +562,7 @@ def test_pack_gqa_is_honoured(capacity: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_no_tile_is_in_more_parts_than_it_may_be(most: int, dtype: torch.dtype) -> None:
     options: dict[str, Any] = {"batch": 1, "capacity": 65536, "page_size": 64, "dtype": dtype}
-    usual, limited = (plan(64, (32, 8), **options, **hint) for hint in ({}, {"num_splits": most}))
+    usual, limited = (plan(96, (32, 8), **options, **hint) for hint in ({}, {"num_splits": most}))
     assert usual.path == "tiles" and usual.config.split
     if limited.path == "tiles":
         assert limited.config.split == (most > 1)
