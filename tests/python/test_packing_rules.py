@@ -42,11 +42,14 @@ def plan(
 def test_pack_gqa_is_honoured(tokens: int, heads: tuple[int, int], page_size: int) -> None:
     packed, unpacked = (plan(tokens, heads, page_size=page_size, pack_gqa=hint) for hint in (True, False))
     assert packed.path == "decode" and isinstance(packed.config, DecodeConfig)
-    assert unpacked.path == "paged" and isinstance(unpacked.config, ForwardConfig)
-    assert (
-        unpacked.refused[0]
-        == "decode: pack_gqa is False, and the forward kernel reads the cache where it lies"
-    )
+    assert unpacked.path in ("paged", "tiles") and isinstance(unpacked.config, ForwardConfig)
+    # Few tiles of a head each may be in parts, of caches whose lengths differ.
+    assert unpacked.config.group == 1 and unpacked.config.split == (unpacked.path == "tiles")
+    if unpacked.path == "paged":
+        assert (
+            unpacked.refused[0]
+            == "decode: pack_gqa is False, and the forward kernel reads the cache where it lies"
+        )
     rows = tokens * heads[0] // heads[1]
     assert packed.config.tile_m == next(n for n in (32, 64, 128) if rows <= n or n == 128)
 
