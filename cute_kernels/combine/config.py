@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.early_start import starts_early_on
 from cute_kernels.problem import DTYPES, SHORT_NAMES
 
 MAX_SPLITS = 256
@@ -15,45 +16,48 @@ COLUMNS = VECTOR * LANES
 """Of a row, that a warp merges."""
 
 OUT_DTYPES = (*DTYPES, "float32")
-WAYS = (1, WARPS)
-
-FIRST_WITH_EARLY_STARTS = 90
-"""Compute capability of the first GPUs on which a kernel may start early, times 10."""
 
 FEW_SPLITS = 8
-"""What a warp reads at once."""
+"""What a warp reads at once of a row."""
+
+ROWS = LANES // FEW_SPLITS
+"""Of few splits, whose logs are one for each lane of a warp."""
+
+MANY_JOBS = 1024
+"""With so many rows, each once for every ``COLUMNS`` columns, all multiprocessors are busy with a warp for each."""
 
 
 @dataclass(frozen=True)
 class CombineConfig:
     """Everything that is fixed when the kernel is compiled.
 
-    ``dtype`` is that of the result. ``ways`` warps share the splits of a row, each of all its columns up to COLUMNS.
+    ``dtype`` is that of the result. With ``few_splits`` there are FEW_SPLITS at most, and a warp merges ROWS rows at
+    once (``few_kernel.py``).
     """
 
     arch: str
     dtype: str
-    ways: int
+    few_splits: bool
 
     @property
     def starts_early(self) -> bool:
         """Whether CTAs may start before the kernel in front of this one has ended (programmatic dependent launch)."""
-        return int(self.arch.removeprefix("sm_").rstrip("af")) >= FIRST_WITH_EARLY_STARTS
+        return starts_early_on(self.arch)
 
     @property
     def smem_bytes(self) -> int:
-        """The shares of the splits, and what the ways of a row have."""
-        return 4 * WARPS * (shares_of(self.ways) + COLUMNS)
+        """The shares of the splits, and what the warps of a row have; few splits need none."""
+        return 0 if self.few_splits else 4 * WARPS * (SHARES + COLUMNS)
 
     @property
     def name(self) -> str:
         """Unique among kernels."""
-        return f"combine_{self.arch}_{(SHORT_NAMES | {'float32': 'fp32'})[self.dtype]}_w{self.ways}"
+        dtype = (SHORT_NAMES | {"float32": "fp32"})[self.dtype]
+        return f"combine_{self.arch}_{dtype}{'_few' if self.few_splits else ''}"
 
 
-def shares_of(ways: int) -> int:
-    """Splits that a warp has a share of, in memory: a whole number of what the ways of a row read at once."""
-    return MAX_SPLITS + FEW_SPLITS * ways
+SHARES = MAX_SPLITS + FEW_SPLITS * WARPS
+"""Splits that a warp has a share of, in memory, with those behind the last that are read with it."""
 
 
 def select_combine_config(dtype: str, num_splits: int, arch: str) -> CombineConfig:
@@ -64,7 +68,7 @@ def select_combine_config(dtype: str, num_splits: int, arch: str) -> CombineConf
     """
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}, allowed: 1 to {MAX_SPLITS}")
-    config = CombineConfig(arch, dtype, 1 if num_splits <= FEW_SPLITS else WARPS)
+    config = CombineConfig(arch, dtype, num_splits <= FEW_SPLITS)
     validate_combine_config(config)
     return config
 
@@ -73,5 +77,3 @@ def validate_combine_config(config: CombineConfig) -> None:
     """Raise ValueError for a config that no kernel can be built from."""
     if config.dtype not in OUT_DTYPES:
         raise ValueError(f"dtype is {config.dtype!r}, allowed: {', '.join(map(repr, OUT_DTYPES))}")
-    if config.ways not in WAYS:
-        raise ValueError(f"ways is {config.ways}, allowed: {' or '.join(map(str, WAYS))}")

@@ -18,7 +18,7 @@ def compile_plan(config: PlanConfig, options: str = ""):
     """
     batch_and_one = cute.sym_int()
     return compile_for_torch(
-        PartsPlanKernel() if config.in_parts else PlanKernel(),
+        PartsPlanKernel(config) if config.in_parts else PlanKernel(config),
         words(batch_and_one),
         words(batch_and_one),
         words(cute.sym_int()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cute_kernels.early_start import starts_early_on
 from cute_kernels.problem import MAX_TILES
 
 PLAN_HEADER, RECORD, ENTRY = 4, 4, 2
@@ -27,6 +28,12 @@ class PlanConfig:
 
     arch: str
     in_parts: bool = False
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether CTAs may start before the kernel in front of this one has ended, and let the next one start
+        (programmatic dependent launch)."""
+        return starts_early_on(self.arch)
 
     @property
     def smem_bytes(self) -> int:

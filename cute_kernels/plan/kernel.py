@@ -2,10 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from cute_kernels.integers import ceil_div, maximum, minimum
-from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, WARPS_PER_CTA
+from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, WARPS_PER_CTA, PlanConfig
 
 LANES = 32
 
@@ -20,6 +20,9 @@ class PlanKernel:
     Whatever the offsets say, the rows of a sequence lie within the tensors, so that kernels which go by a plan stay
     within them too; tiles that overlapping sequences have beyond the plan's memory are left out.
     """
+
+    def __init__(self, config: PlanConfig):
+        self.config = config
 
     @cute.jit
     def __call__(
@@ -43,6 +46,7 @@ class PlanKernel:
         ).launch(
             grid=(cute.ceil_div(sequences, WARPS_PER_CTA), 1, 1),
             block=(LANES * WARPS_PER_CTA, 1, 1),
+            use_pdl=self.config.starts_early,
             stream=stream,
         )
 
@@ -60,6 +64,10 @@ class PlanKernel:
         of_keys: Int32,
     ):
         batch = cu_seqlens_q.shape[0] - 1
+        if const_expr(self.config.starts_early):
+            # The next kernel makes ready meanwhile. Not sooner: its CTAs are to find all multiprocessors free.
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         own = cute.arch.block_idx()[0] * WARPS_PER_CTA + warp
         if own <= batch:

@@ -4,10 +4,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from cute_kernels.integers import divide, maximum, minimum
-from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, WARPS_PER_CTA
+from cute_kernels.plan.config import ENTRY, PLAN_HEADER, RECORD, WARPS_PER_CTA, PlanConfig
 from cute_kernels.plan.kernel import LANES, rows_of
 from cute_kernels.plan.parts import number_of
 
@@ -38,6 +38,9 @@ class PartsPlanKernel:
     parts of a sequence too; those of long sequences come first.
     """
 
+    def __init__(self, config: PlanConfig):
+        self.config = config
+
     @cute.jit
     def __call__(
         self,
@@ -64,6 +67,7 @@ class PartsPlanKernel:
         self.kernel(lengths, plan, (tile, tile_n, seen), heads, slots, most_parts).launch(
             grid=(cute.ceil_div(sequences, WARPS_PER_CTA), 1, 1),
             block=(LANES * WARPS_PER_CTA, 1, 1),
+            use_pdl=self.config.starts_early,
             stream=stream,
         )
 
@@ -78,6 +82,10 @@ class PartsPlanKernel:
         most_parts: Int32,
     ):
         batch = lengths[0][0].shape[0] - 1
+        if const_expr(self.config.starts_early):
+            # The next kernel makes ready meanwhile. Not sooner: its CTAs are to find all multiprocessors free.
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         own = cute.arch.block_idx()[0] * WARPS_PER_CTA + warp
         if own <= batch:

@@ -21,7 +21,6 @@ from cute_kernels.combine.config import (
     MAX_SPLITS,
     OUT_DTYPES,
     WARPS,
-    WAYS,
     CombineConfig,
 )
 from cute_kernels.merge.config import MergeConfig
@@ -261,7 +260,7 @@ def append_configs() -> Iterator[AppendConfig]:
 
 def combine_configs() -> Iterator[CombineConfig]:
     """In the order of the table ``ha_combine_kernels``: dtype, many parts."""
-    return (CombineConfig(ARCH, dtype, ways) for dtype, ways in product(OUT_DTYPES, WAYS))
+    return (CombineConfig(ARCH, dtype, few) for dtype, few in product(OUT_DTYPES, (True, False)))
 
 
 def merge_configs() -> Iterator[MergeConfig]:

@@ -261,6 +261,12 @@ def check_hints(num_splits: Any, pack_gqa: Any) -> None:
         checks.check_flag("pack_gqa", pack_gqa)
 
 
+def are_plain_hints(num_splits: Any, pack_gqa: Any) -> bool:
+    """Whether ``check_hints`` lets these pass, by their types alone; False says nothing."""
+    is_count = num_splits is None or (type(num_splits) is int and num_splits >= 0)
+    return is_count and (pack_gqa is None or type(pack_gqa) is bool)
+
+
 def is_given(value: Any, default: float) -> bool:
     """Whether ``value`` is other than a number that asks for nothing, whose type it has. Nothing else is compared, as
     an array or a tensor may not give a truth value."""

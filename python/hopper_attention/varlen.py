@@ -212,8 +212,8 @@ def flash_attn_varlen_func(
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     again = causal, deterministic, return_attn_probs, backend, sm_margin
     may_be_8 = (
-        qv is pack_gqa is alibi_slopes is score_mod is mask_mod is None
-        and not features.is_given(num_splits, 1)
+        qv is alibi_slopes is score_mod is mask_mod is None
+        and features.are_plain_hints(num_splits, pack_gqa)
         and not features.is_given(dropout_p, 0.0)
     )
     if sinks is not None and getattr(q, "dtype", None) == FP8_DTYPE:

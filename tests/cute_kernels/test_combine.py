@@ -12,6 +12,7 @@ from torch import Tensor
 from cute_kernels.combine.config import (
     COLUMNS,
     FEW_SPLITS,
+    ROWS,
     WARPS,
     CombineConfig,
     select_combine_config,
@@ -23,6 +24,7 @@ from tests.compile_pool import assert_small
 from tests.hopper.on_numpy import Arguments, program_of
 
 INF = math.inf
+FEW = 0
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 """Of a result, relative to its largest: a step."""
 
@@ -57,8 +59,8 @@ def exact(parts: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def combine_on_numpy(parts: Tensor, lse: Tensor, dtype: torch.dtype, ways: int) -> tuple[Tensor, Tensor]:
-    """out and lse as the kernel leaves them, NaN before."""
-    config = CombineConfig("sm_90a", str(dtype).removeprefix("torch."), ways)
+    """out and lse as the kernel leaves them, NaN before; ``ways`` warps share a row, with FEW none has a row alone."""
+    config = CombineConfig("sm_90a", str(dtype).removeprefix("torch."), ways == FEW)
     shape, columns = lse.shape[1:], parts.shape[-1]
     out = torch.full((*shape, columns), math.nan, dtype=dtype)
     # With a gap behind each number.
@@ -68,8 +70,13 @@ def combine_on_numpy(parts: Tensor, lse: Tensor, dtype: torch.dtype, ways: int) 
     arguments.tensor(lse, tuple(lse.shape), lse.stride())
     arguments.tensor(out, tuple(out.shape), out.stride()[:-1])
     arguments.tensor(merged, tuple(merged.shape), merged.stride())
-    jobs = shape.numel() * -(-columns // COLUMNS)
-    arguments.launch(program_of(config), (-(-jobs * ways // WARPS), 1, 1))
+    blocks = -(-columns // COLUMNS)
+    if ways == FEW:
+        warps = -(-shape.numel() // ROWS) * blocks
+    else:
+        warps = shape.numel() * blocks * ways
+        arguments.add(WARPS // ways)
+    arguments.launch(program_of(config), (-(-warps // WARPS), 1, 1))
     return out, merged
 
 
@@ -85,10 +92,16 @@ def check(found: tuple[Tensor, Tensor], parts: Tensor, lse: Tensor) -> None:
 
 
 CASES = [
-    (1, (1, 3, 2), 64, torch.bfloat16, 1),
-    (3, (2, 2, 3), 96, torch.float16, 1),
+    (1, (1, 3, 2), 64, torch.bfloat16, FEW),
+    (3, (2, 2, 3), 96, torch.float16, FEW),
+    (4, (3, 1, 7), 256, torch.float32, FEW),
+    (5, (1, 7, 1), 128, torch.bfloat16, FEW),
+    (8, (1, 1, 5), 512, torch.bfloat16, FEW),
     (8, (1, 1, 5), 512, torch.bfloat16, 1),
     (9, (1, 3, 3), 100, torch.float32, 4),
+    (9, (1, 3, 3), 100, torch.float32, 1),
+    (33, (1, 2, 2), 64, torch.float16, 1),
+    (33, (1, 2, 2), 64, torch.float16, 4),
     (70, (2, 1, 3), 128, torch.float32, 4),
     (256, (1, 2, 1), 192, torch.float32, 4),
 ]
@@ -103,21 +116,27 @@ def test_kernel_merges_parts(
     check(combine_parts(parts, lse, dtype), parts, lse)
 
 
-def test_one_way_takes_more_splits_than_it_is_chosen_for() -> None:
-    parts, lse = draw(40, (1, 2, 2), 64, seed=0)
-    check(combine_on_numpy(parts, lse, torch.bfloat16, 1), parts, lse)
+@pytest.mark.parametrize("ways", [1, 4])
+@pytest.mark.parametrize("used", [1, 8, 9, 32, 33, 100])
+def test_what_is_behind_the_last_part_with_keys_is_not_read(used: int, ways: int) -> None:
+    """It is NaN."""
+    parts, lse = draw(120, (1, 2, 2), 64, seed=used)
+    parts[used:], lse[used:] = math.nan, -INF
+    lse[used - 1, 0, 1, 1], parts[used - 1, 0, 1, 1] = 2.0, 1.0
+    check(combine_on_numpy(parts, lse, torch.bfloat16, ways), parts, lse)
 
 
-def test_a_row_of_nan_is_nan_and_no_other() -> None:
+@pytest.mark.parametrize("ways", [FEW, 1])
+def test_a_row_of_nan_is_nan_and_no_other(ways: int) -> None:
     parts, lse = draw(5, (1, 2, 2), 64, seed=1)
     lse[2, 0, 1, 0], parts[4, 0, 1, 1] = math.nan, math.nan
     lse[4, 0, 1, 1] = 1.0
-    out, merged = combine_on_numpy(parts, lse, torch.bfloat16, 1)
+    out, merged = combine_on_numpy(parts, lse, torch.bfloat16, ways)
     assert bool(out[0, 1].isnan().all()) and not bool(out[0, 0].isnan().any())
     assert bool(merged[0, 1, 0].isnan()) and not bool(merged[0, 1, 1].isnan())
 
 
-@pytest.mark.parametrize("ways", [1, 4])
+@pytest.mark.parametrize("ways", [FEW, 1, 4])
 def test_behind_a_part_of_nan_nothing_is_read(ways: int) -> None:
     """The machine refuses what lies behind the last part."""
     parts, lse = draw(3, (1, 2, 2), 64, seed=5)
@@ -128,14 +147,18 @@ def test_behind_a_part_of_nan_nothing_is_read(ways: int) -> None:
 
 def test_large_log_sums_do_not_overflow() -> None:
     parts, lse = draw(4, (1, 2, 2), 64, seed=2)
-    check(combine_on_numpy(parts, lse + 5000.0, torch.bfloat16, 1), parts, lse + 5000.0)
-    check(combine_on_numpy(parts, lse - 5000.0, torch.bfloat16, 1), parts, lse - 5000.0)
+    for ways in (FEW, 1):
+        check(combine_on_numpy(parts, lse + 5000.0, torch.bfloat16, ways), parts, lse + 5000.0)
+        check(combine_on_numpy(parts, lse - 5000.0, torch.bfloat16, ways), parts, lse - 5000.0)
 
 
 COMPILED = [
-    CombineConfig("sm_80", "float16", 1),
-    CombineConfig("sm_90a", "bfloat16", 4),
-    CombineConfig("sm_120", "float32", 4),
+    CombineConfig("sm_80", "float16", few_splits=True),
+    CombineConfig("sm_80", "float32", few_splits=False),
+    CombineConfig("sm_90a", "bfloat16", few_splits=True),
+    CombineConfig("sm_90a", "bfloat16", few_splits=False),
+    CombineConfig("sm_120", "float32", few_splits=True),
+    CombineConfig("sm_120", "float32", few_splits=False),
 ]
 
 
@@ -144,13 +167,13 @@ def test_kernels_compile_without_spills() -> None:
 
 
 def test_configs() -> None:
-    assert select_combine_config("bfloat16", FEW_SPLITS, "sm_90a") == CombineConfig("sm_90a", "bfloat16", 1)
-    assert select_combine_config("float32", FEW_SPLITS + 1, "sm_80").name == "combine_sm_80_fp32_w4"
-    assert [arch_of(config) for config in COMPILED] == ["sm_80", "sm_90a", "sm_120"]
+    assert select_combine_config("bfloat16", FEW_SPLITS, "sm_90a") == CombineConfig(
+        "sm_90a", "bfloat16", True
+    )
+    assert select_combine_config("float32", FEW_SPLITS + 1, "sm_80").name == "combine_sm_80_fp32"
+    assert [arch_of(config) for config in COMPILED[::2]] == ["sm_80", "sm_90a", "sm_120"]
     for splits in (0, 257):
         with pytest.raises(ValueError, match=f"num_splits is {splits}, allowed: 1 to 256"):
             select_combine_config("float32", splits, "sm_80")
     with pytest.raises(ValueError, match="dtype is 'int8', allowed: 'float16', 'bfloat16', 'float32'"):
         validate_combine_config(replace(COMPILED[0], dtype="int8"))
-    with pytest.raises(ValueError, match="ways is 3, allowed: 1 or 4"):
-        validate_combine_config(replace(COMPILED[0], ways=3))

@@ -63,7 +63,7 @@ def check(found: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor], dtype: tor
 def test_any_number_of_columns(columns: int, kernel: StandIn) -> None:
     given = parts(3, 2, 5, 4, columns)
     check(combine(*given, BF16), given, BF16)
-    assert kernel.configs == [CombineConfig("sm_90a", "bfloat16", 1)]
+    assert kernel.configs == [CombineConfig("sm_90a", "bfloat16", few_splits=True)]
     out = torch.full((2, 5, 4, columns), math.nan)
     found, lse = combine(*given, torch.float32, out)
     assert found is out
@@ -82,7 +82,7 @@ def test_parts_of_any_strides(kernel: StandIn) -> None:
 def test_packed_rows(kernel: StandIn) -> None:
     given = parts(9, 11, 4, 32)
     check(combine(*given, BF16), given, BF16)
-    assert kernel.configs[-1].ways == 4 and kernel.arguments[0].shape == (9, 1, 11, 4, 32)
+    assert not kernel.configs[-1].few_splits and kernel.arguments[0].shape == (9, 1, 11, 4, 32)
     out = torch.full((11, 4, 32), math.nan, dtype=BF16)
     found, lse = combine(*given, BF16, out)
     assert found is out
