@@ -55,7 +55,7 @@ def run_few_blocks_case(config: Fp8ForwardConfig, device: str) -> str:
         block_k=config.tile_n,
         transposes=False,
         splits=SPLITS if config.split else 1,
-        combine=find_combine(config.out_dtype, SPLITS if config.split else 1),
+        combine=find_combine(config, SPLITS if config.split else 1),
     )
     given = parts.q.data, parts.k.data, parts.v.data, parts.q.scale, parts.k.scale, parts.v.scale
     *tensors, q_scale, k_scale, v_scale = (x.to(device) for x in given)

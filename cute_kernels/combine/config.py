@@ -23,6 +23,10 @@ FEW_SPLITS = 8
 ROWS = LANES // FEW_SPLITS
 """Of few splits, whose logs are one for each lane of a warp."""
 
+END = 0x7FA5C0DE
+"""Bits of what stands behind the log-sum-exps of a row's parts, if there are fewer than there is room for: a NaN that
+no instruction makes."""
+
 MANY_JOBS = 1024
 """With so many rows, each once for every ``COLUMNS`` columns, all multiprocessors are busy with a warp for each."""
 
@@ -32,12 +36,14 @@ class CombineConfig:
     """Everything that is fixed when the kernel is compiled.
 
     ``dtype`` is that of the result. With ``few_splits`` there are FEW_SPLITS at most, and a warp merges ROWS rows at
-    once (``few_kernel.py``).
+    once (``few_kernel.py``). With ``has_ends`` rows may have fewer parts than there is room for: the log-sum-exp behind
+    their last one has the bits END then, and what follows is anything.
     """
 
     arch: str
     dtype: str
     few_splits: bool
+    has_ends: bool = False
 
     @property
     def starts_early(self) -> bool:
@@ -53,22 +59,22 @@ class CombineConfig:
     def name(self) -> str:
         """Unique among kernels."""
         dtype = (SHORT_NAMES | {"float32": "fp32"})[self.dtype]
-        return f"combine_{self.arch}_{dtype}{'_few' if self.few_splits else ''}"
+        return f"combine_{self.arch}_{dtype}{'_few' * self.few_splits}{'_ends' * self.has_ends}"
 
 
 SHARES = MAX_SPLITS + FEW_SPLITS * WARPS
 """Splits that a warp has a share of, in memory, with those behind the last that are read with it."""
 
 
-def select_combine_config(dtype: str, num_splits: int, arch: str) -> CombineConfig:
-    """The config for results of ``dtype``.
+def select_combine_config(dtype: str, num_splits: int, arch: str, *, has_ends: bool = False) -> CombineConfig:
+    """The config for results of ``dtype``; ``has_ends`` is its own.
 
     Raises:
         ValueError: there is none.
     """
     if not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"num_splits is {num_splits}, allowed: 1 to {MAX_SPLITS}")
-    config = CombineConfig(arch, dtype, num_splits <= FEW_SPLITS)
+    config = CombineConfig(arch, dtype, num_splits <= FEW_SPLITS, has_ends)
     validate_combine_config(config)
     return config
 

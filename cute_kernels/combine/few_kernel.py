@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.combine.config import COLUMNS, FEW_SPLITS, LANES, ROWS, VECTOR, WARPS, CombineConfig
-from cute_kernels.combine.kernel import LOG2_E, SMEM_PERCENT, is_used
+from cute_kernels.combine.kernel import LOG2_E, SMEM_PERCENT, is_end, is_used
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import exp2
 from cute_kernels.integers import ceil_div, divide
@@ -73,6 +73,9 @@ class FewCombineKernel:
         log = -Float32.inf
         if is_row and split < mParts.shape[0]:
             log = mPartLSE[split, entry, query, head]
+        if const_expr(self.config.has_ends):
+            ends = cute.arch.vote_ballot_sync(is_end(log)) >> (lane - split)
+            log = log if (ends & ((2 << split) - 1)) == 0 else -Float32.inf
         used = cute.arch.vote_ballot_sync(is_used(log))
         loaded = self._load(mParts, places, used, 0, chunk, has_columns)
         share, lse = shares_of_rows(log)

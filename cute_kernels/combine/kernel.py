@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_kernels.combine.config import (
     COLUMNS,
+    END,
     FEW_SPLITS,
     LANES,
     MANY_JOBS,
@@ -20,7 +21,7 @@ from cute_kernels.combine.config import (
 )
 from cute_kernels.dtypes import DSL_DTYPES
 from cute_kernels.fast_math import exp2
-from cute_kernels.integers import ceil_div, divide
+from cute_kernels.integers import ceil_div, divide, minimum
 
 LOG2_E = math.log2(math.e)
 CTAS_PER_SM = 7
@@ -111,8 +112,11 @@ class CombineKernel:
         log = -Float32.inf
         if lane < splits:
             log = part_lse[lane]
+        if const_expr(self.config.has_ends):
+            splits = number_of_splits(part_lse, log, lane)
+            log = log if lane < splits else -Float32.inf
         loaded = self._load_first(parts, log, (way, ways), chunk, has_columns)
-        lse, end = share_out(part_lse, log, own_shares, lane)
+        lse, end = share_out(part_lse, splits, log, own_shares, lane)
         total = cute.make_rmem_tensor(VECTOR, Float32)
         total.fill(0.0)
         add_shares(loaded, own_shares, way, ways, total)
@@ -179,12 +183,39 @@ def is_used(log: Float32) -> Boolean:
     return log != -Float32.inf
 
 
+def is_end(log: Float32) -> Boolean:
+    """Whether no more parts of a row follow."""
+    return log.bitcast(Int32) == END
+
+
 @cute.jit
-def share_out(part_lse: cute.Tensor, log: Float32, shares: cute.Tensor, lane: Int32) -> tuple[Float32, Int32]:
-    """Write the share of each split, and 0 behind the last; gives the log-sum-exp of all, and the end of the parts that
+def number_of_splits(part_lse: cute.Tensor, log: Float32, lane: Int32) -> Int32:
+    """How many of a row come before the first ``END``; ``log`` is that of ``share_out``."""
+    room = part_lse.shape[0]
+    splits = first_of(is_end(log), Int32(0), room)
+    if splits == room:
+        for first in cutlass.range(LANES, room, LANES, unroll=1):
+            other = -Float32.inf
+            if first + lane < room:
+                other = part_lse[first + lane]
+            splits = minimum(splits, first_of(is_end(other), first, room))
+    return splits
+
+
+@cute.jit
+def first_of(is_one: Boolean, offset: Int32, otherwise: Int32) -> Int32:
+    """``offset`` and the first lane that ``is_one``."""
+    ones = cute.arch.vote_ballot_sync(is_one)
+    return offset + cute.arch.popc((ones & -ones) - 1) if ones != 0 else otherwise
+
+
+@cute.jit
+def share_out(
+    part_lse: cute.Tensor, splits: Int32, log: Float32, shares: cute.Tensor, lane: Int32
+) -> tuple[Float32, Int32]:
+    """Write the share of each of ``splits``, and 0 behind; gives the log-sum-exp of all, and the end of the parts that
     have keys. ``log`` is that of split number ``lane``, or -inf; others stay in ``shares`` until all are known, since
     registers hold parts meanwhile."""
-    splits = part_lse.shape[0]
     largest, end = log, lane + 1 if is_used(log) else Int32(0)
     for i in cutlass.range(lane + LANES, splits, LANES, unroll=1):
         other = part_lse[i]

@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from cute_kernels.combine.config import END
 from cute_kernels.fragments import (
     COLUMNS_PER_GROUP,
     COLUMNS_PER_PAIR,
@@ -141,11 +142,11 @@ class PartStore(DenseTmaStore):
 
     @cute.jit
     def _leave_out_others(self, place: tuple, seqlens: SeqlenInfo):
-        """The last part of a sequence says that there are no more: whose LSE is -inf adds nothing, and is not read."""
+        """The last part of a sequence says that there are no more."""
         part, *of_row = place
-        if part == parts_of_number(seqlens.batch) - 1:
-            for missing in cutlass.range(part + 1, self.mLSE.shape[0], unroll=1):
-                self.mLSE[(missing, *of_row)] = -Float32.inf
+        parts = parts_of_number(seqlens.batch)
+        if part == parts - 1 and parts < self.mLSE.shape[0]:
+            self.mLSE[(parts, *of_row)] = Int32(END).bitcast(Float32)
 
     @cute.jit
     def rows(self, acc: cute.Tensor, head: Int32, seqlens: SeqlenInfo, row: Int32, lane: Int32):

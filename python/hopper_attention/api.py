@@ -248,7 +248,10 @@ def flash_attn_func(
         (window_size is not FULL_WINDOW and not features.is_full(window_size))
         or (attention_chunk is not NOTHING and features.is_given(attention_chunk, 0))
         or (softcap is not NO_FACTOR and features.is_given(softcap, 0.0))
-        or ((num_splits is not ONE or pack_gqa is not None) and not features.are_plain_hints(num_splits, pack_gqa))
+        or (
+            (num_splits is not ONE or pack_gqa is not None)
+            and not features.are_plain_hints(num_splits, pack_gqa)
+        )
         or alibi_slopes is not None
         or sinks is not None
     ):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from cute_kernels.plan.config import MAX_PACKED_ROWS
+from cute_kernels.plan.config import MAX_PACKED_ROWS, MOST_SEQUENCES_IN_PARTS
 from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from hopper.config import WARPGROUP_ROWS
 from hopper.group_rows import rows_of_queries
@@ -24,6 +24,7 @@ from hopper_attention.few_e4m3_times import (
     few_cost,
     numbers_of_parts,
     swapped_cost,
+    turns_of,
 )
 from hopper_attention.few_queries import (
     NOT_FEW,
@@ -44,6 +45,8 @@ from hopper_attention.few_queries_times import (
     best_splits,
     decode_cost,
     forward_cost,
+    most_in_memory,
+    turns_of_tiles,
 )
 from hopper_attention.kvcache_checks import CacheCall, CacheShape
 from hopper_attention.launch.base import REMEMBERED_CALLS
@@ -63,6 +66,11 @@ be far from the room that there is, and were 0.8 of it where both were timed."""
 SHARE_OF_ROOM = 0.5
 """Of the room for keys, that sequences have by the mean where numbers of parts are counted: of others the longest alone
 would decide how long a call takes."""
+
+MOST_TURNS, LEAST_TIME = 1.9, 40.0
+"""Of tiles in one part: how often they fill the multiprocessors at most, and how many microseconds they take by count
+at least, where there is room for parts nevertheless. If one sequence is longer than others they gain 10 to 35 %, and
+if none is they lose 4 to 10 (``short_launches.json``)."""
 
 MOST_COUNTED = 1024
 """Queries of a sequence in 16 bits: of more, a tile for each head fills what there is."""
@@ -186,12 +194,28 @@ def _in_more_parts(call: CacheCall, shape: CacheShape, few: FewQueries) -> FewQu
         splits = min(numbers, key=lambda n: few_cost(shape, mean, group, n, rows, FEW_CACHED))
     else:
         splits, rows = best_splits(shape, mean, few.group, CACHE_FORWARD), 0
-    splits = with_room(replace(few, splits=max(splits, few.splits)), shape).splits
+    splits = max(splits, few.splits, 2 if _is_worth_parts(shape, few) else 1)
+    splits = with_room(replace(few, splits=splits), shape).splits
     splits = min(splits, call.num_splits or splits)
     if splits <= few.splits:
         return few
     rows_of_16_bits = 0 if rows else rows_of_queries(shape.seqlen_q, few.group)
     return replace(few, splits=splits, split_rows=rows_of_16_bits)
+
+
+def _is_worth_parts(shape: CacheShape, few: FewQueries) -> bool:
+    """Whether there may be parts where none pays if all sequences are as long as each other."""
+    if most_in_memory(shape) < 2 or shape.batch > MOST_SEQUENCES_IN_PARTS:
+        return False
+    keys = float(shape.seqlen_k)
+    if shape.dtype == FP8_DTYPE:
+        turns = turns_of(shape, few.group, few.tile_rows)
+        return (
+            turns <= MOST_TURNS
+            and few_cost(shape, keys, few.group, 1, few.tile_rows, FEW_CACHED) >= LEAST_TIME
+        )
+    turns = turns_of_tiles(shape, few.group)
+    return turns <= MOST_TURNS and forward_cost(shape, keys, few.group, 1, CACHE_FORWARD) >= LEAST_TIME
 
 
 def _groups_of(call: CacheCall) -> tuple[int, ...]:

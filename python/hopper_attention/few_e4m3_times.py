@@ -225,6 +225,11 @@ def _tile_n_of_parts(shape: CacheShape, tile_rows: int) -> int:
     return few_queries_tilings(layout, split=True)[native_size(shape)][tile_rows].tile_n
 
 
+def turns_of(shape: CacheShape, group: int, tile_rows: int) -> float:
+    """How often tiles of so many rows, of ``group`` heads and in one part, fill the multiprocessors."""
+    return count_tiles(shape, group, tile_rows) / (MULTIPROCESSORS * CTAS[native_size(shape)][tile_rows])
+
+
 def count_tiles(shape: CacheShape, group: int, tile_rows: int) -> int:
     """Tiles of all sequences, at most."""
     heads, queries = shape.heads // group, queries_of_rows(tile_rows, group)

@@ -186,6 +186,11 @@ def best_splits(shape: CacheShape, mean_k: float, group: int, times: ForwardTime
     return min(numbers, key=lambda splits: forward_cost(shape, mean_k, group, splits, times))
 
 
+def turns_of_tiles(shape: CacheShape, group: int) -> float:
+    """How often tiles of ``group`` heads, in one part, fill the multiprocessors."""
+    return shape.heads // group * _tiles_of_head(shape, group, FORWARD_ROWS) / MULTIPROCESSORS
+
+
 def _tiles_of_head(shape: CacheShape, group: int, tile_m: int) -> int:
     """Of all sequences, at most: ``seqlen_q`` is a bound where they are packed."""
     tiles = shape.batch * -(-rows_of_queries(shape.seqlen_q, group) // tile_m)

@@ -13,7 +13,6 @@ import torch
 
 from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.backward.step import BackwardStep
-from cute_kernels.combine.config import select_combine_config
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
 from cute_kernels.problem import VARLEN
@@ -34,6 +33,7 @@ from hopper_attention.forward_rules import ReferenceConfig, choose_for, grouped_
 from hopper_attention.head_parts import with_head_parts
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.launch.append import append_facts, select_append_config
+from hopper_attention.launch.split_forward import combine_config_of
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.problem import (
     USUAL_KEYS,
@@ -361,7 +361,7 @@ def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:
                 if isinstance(plan.config, ForwardConfig) and plan.config.split:
                     yield PlanConfig(HOPPER_ARCH, in_parts=True)
                     for parts in (2, MOST_SPLITS):
-                        yield select_combine_config(plan.config.out_dtype, parts, HOPPER_ARCH)
+                        yield combine_config_of(plan.config, parts)
                 if isinstance(plan.config, DecodeConfig):
                     yield from in_clusters(plan.config, model.kv_heads)
         new = k.new_empty(4, seqlen_q, *k.shape[2:]), v.new_empty(4, seqlen_q, *v.shape[2:])
@@ -398,7 +398,7 @@ def _kernels_of(few: FewQueries, problem: AttentionProblem, model: ModelShape) -
         of_forward = forward_rules.select_for(problem, "hopper", HOPPER_CAPABILITY)
         yield of_forward
         if few.splits > 1 and isinstance(of_forward, ForwardConfig):
-            yield select_combine_config(of_forward.out_dtype, few.splits, HOPPER_ARCH)
+            yield combine_config_of(of_forward, few.splits)
             yield from [PlanConfig(HOPPER_ARCH, in_parts=True)] if problem.is_packed else ()
 
 

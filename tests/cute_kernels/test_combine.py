@@ -11,20 +11,27 @@ from torch import Tensor
 
 from cute_kernels.combine.config import (
     COLUMNS,
+    END,
     FEW_SPLITS,
+    LANES,
     ROWS,
     WARPS,
     CombineConfig,
     select_combine_config,
     validate_combine_config,
 )
+from cute_kernels.combine.few_kernel import CTAS_PER_SM as CTAS_OF_FEW
+from cute_kernels.combine.kernel import CTAS_PER_SM
 from hopper.compile import arch_of
 from hopper_attention.reference.combine import combine_parts
-from tests.compile_pool import assert_small
+from tests.compile_pool import usage_of_each
 from tests.hopper.on_numpy import Arguments, program_of
 
 INF = math.inf
+REGISTERS = 2**16
+"""Of a multiprocessor."""
 FEW = 0
+NAN_OF_END = torch.tensor([END], dtype=torch.int32).view(torch.float32)[0]
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 """Of a result, relative to its largest: a step."""
 
@@ -58,9 +65,11 @@ def exact(parts: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, sums
 
 
-def combine_on_numpy(parts: Tensor, lse: Tensor, dtype: torch.dtype, ways: int) -> tuple[Tensor, Tensor]:
+def combine_on_numpy(
+    parts: Tensor, lse: Tensor, dtype: torch.dtype, ways: int, has_ends: bool = False
+) -> tuple[Tensor, Tensor]:
     """out and lse as the kernel leaves them, NaN before; ``ways`` warps share a row, with FEW none has a row alone."""
-    config = CombineConfig("sm_90a", str(dtype).removeprefix("torch."), ways == FEW)
+    config = CombineConfig("sm_90a", str(dtype).removeprefix("torch."), ways == FEW, has_ends)
     shape, columns = lse.shape[1:], parts.shape[-1]
     out = torch.full((*shape, columns), math.nan, dtype=dtype)
     # With a gap behind each number.
@@ -126,6 +135,31 @@ def test_what_is_behind_the_last_part_with_keys_is_not_read(used: int, ways: int
     check(combine_on_numpy(parts, lse, torch.bfloat16, ways), parts, lse)
 
 
+@pytest.mark.parametrize(("splits", "ways"), [(3, FEW), (8, FEW), (20, 1), (32, 4), (100, 1), (100, 4)])
+def test_what_is_behind_the_end_of_a_row_counts_nothing(splits: int, ways: int) -> None:
+    """It is anything: numbers, NaN, ends of earlier calls."""
+    parts, lse = draw(splits, (1, 3, 3), 64, seed=splits)
+    lse[0, 0, 1:, :], parts[0, 0, 1:, :] = 0.5, 2.0
+    stored = parts.clone(), lse.clone()
+    number = torch.randint(1, splits + 1, (3, 3), generator=torch.Generator().manual_seed(splits))
+    number[1, 1], number[2, 2] = 1, splits
+    for query, head in torch.cartesian_prod(torch.arange(3), torch.arange(3)).tolist():
+        end = int(number[query, head])
+        lse[end:, 0, query, head], parts[end:, 0, query, head] = -INF, math.nan
+        for i in range(end, splits):
+            is_end = i == end or i % 5 == 4
+            stored[1][i, 0, query, head] = NAN_OF_END if is_end else (7.0, math.nan, 1e30)[i % 3]
+    check(combine_on_numpy(*stored, torch.bfloat16, ways, has_ends=True), parts, lse)
+
+
+@pytest.mark.parametrize("ways", [FEW, 1])
+def test_without_ends_their_bits_are_nan(ways: int) -> None:
+    parts, lse = draw(4, (1, 2, 2), 64, seed=3)
+    lse[1, 0, 1, 1] = NAN_OF_END
+    out, _ = combine_on_numpy(parts, lse, torch.bfloat16, ways)
+    assert bool(out[0, 1, 1].isnan().all()) and not bool(out[0, 0].isnan().any())
+
+
 @pytest.mark.parametrize("ways", [FEW, 1])
 def test_a_row_of_nan_is_nan_and_no_other(ways: int) -> None:
     parts, lse = draw(5, (1, 2, 2), 64, seed=1)
@@ -157,13 +191,17 @@ COMPILED = [
     CombineConfig("sm_80", "float32", few_splits=False),
     CombineConfig("sm_90a", "bfloat16", few_splits=True),
     CombineConfig("sm_90a", "bfloat16", few_splits=False),
+    CombineConfig("sm_90a", "bfloat16", few_splits=True, has_ends=True),
+    CombineConfig("sm_90a", "bfloat16", few_splits=False, has_ends=True),
     CombineConfig("sm_120", "float32", few_splits=True),
     CombineConfig("sm_120", "float32", few_splits=False),
 ]
 
 
 def test_kernels_compile_without_spills() -> None:
-    assert_small(COMPILED)
+    for config, usage in usage_of_each(COMPILED).items():
+        of_sm = CTAS_OF_FEW if config.few_splits else CTAS_PER_SM
+        assert usage.local_bytes == 0 and usage.registers * WARPS * LANES * of_sm <= REGISTERS, config.name
 
 
 def test_configs() -> None:
@@ -171,7 +209,7 @@ def test_configs() -> None:
         "sm_90a", "bfloat16", True
     )
     assert select_combine_config("float32", FEW_SPLITS + 1, "sm_80").name == "combine_sm_80_fp32"
-    assert [arch_of(config) for config in COMPILED[::2]] == ["sm_80", "sm_90a", "sm_120"]
+    assert [arch_of(config) for config in COMPILED[::2]] == ["sm_80", "sm_90a", "sm_90a", "sm_120"]
     for splits in (0, 257):
         with pytest.raises(ValueError, match=f"num_splits is {splits}, allowed: 1 to 256"):
             select_combine_config("float32", splits, "sm_80")

@@ -13,7 +13,7 @@ from hopper_attention.launch.widen import WIDE_CODES
 from hopper_attention.packed_quantized import ONE_PER_SEQUENCE, PackedQuantizedQKV, PackedTransposedV
 from tests.hopper.hopper_machine import AT_ONCE, TensorMap, Timing
 from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, program_of
-from tests.hopper.split_on_numpy import unwritten_parts
+from tests.hopper.split_on_numpy import end_rows, unwritten_parts
 from tests.hopper.tensor_maps import SWIZZLED_ROWS, elements_of, query_map, ragged_map
 
 
@@ -89,6 +89,7 @@ def packed_fp8_parts_on_numpy(
     arguments.softcap_and_slopes(rules, softmax_scale)
     arguments.parts(out)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    end_rows(out, lse)
     assert not counter.any()
     return out, lse
 

@@ -12,7 +12,7 @@ from hopper.forward.fp8.config import Fp8ForwardConfig
 from tests.hopper.hopper_machine import AT_ONCE, Timing
 from tests.hopper.on_numpy import LOG2_E, NO_RULES, Arguments, Rules, program_of
 from tests.hopper.paged_on_numpy import Cache
-from tests.hopper.split_on_numpy import in_small_parts, unwritten_parts
+from tests.hopper.split_on_numpy import end_rows, in_small_parts, unwritten_parts
 from tests.hopper.tensor_maps import query_map, ragged_map
 from tests.plans import Packed, plan_of
 
@@ -68,6 +68,8 @@ def paged_tiles_on_numpy(
     if c.split:
         arguments.parts(out)
     arguments.launch(program_of(c), (ctas, 1, 1), timing)
+    if c.split:
+        end_rows(out, lse)
     assert not counter.any(), "the next launch would begin with tiles that this one has counted"
     return (out[:, 0], lse[:, 0]) if c.split else (out[None], lse.T[None])
 

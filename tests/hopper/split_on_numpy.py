@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.combine.config import END
 from hopper.config import ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention.quantized import QuantizedQKV
@@ -34,6 +35,17 @@ def unwritten_parts(splits: int, batch: int, rows: int, q: Tensor, v: Any) -> tu
     """Parts of out and of lse, all NaN."""
     shape = splits, batch, rows, q.shape[-2]
     return torch.full((*shape, v.shape[-1]), math.nan), torch.full(shape, math.nan)
+
+
+def end_rows(parts: Tensor, lse: Tensor) -> None:
+    """Make LSE behind the end of each row -inf. Nothing is to be stored there."""
+    splits, *_ = lse.shape
+    is_end = lse.view(torch.int32) == END
+    number = torch.where(is_end.any(0), is_end.int().argmax(0), splits)
+    is_behind = torch.arange(splits).view(-1, 1, 1, 1) >= number
+    assert bool(lse[is_behind].isnan().all()) and bool(parts[is_behind].isnan().all())
+    assert bool((is_end.sum(0) <= 1).all())
+    lse[is_behind] = -math.inf
 
 
 def parts_on_numpy(
@@ -112,5 +124,6 @@ def packed_parts_on_numpy(
     counter = arguments.packed(lse, plan, (sequences, heads), softmax_scale, ())
     arguments.parts(parts)
     arguments.launch(program_of(config), (ctas, 1, 1), timing)
+    end_rows(parts, lse)
     assert not counter.any(), "the next launch would begin with tiles that this one has counted"
     return parts, lse

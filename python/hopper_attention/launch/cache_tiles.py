@@ -148,7 +148,7 @@ def find_tiles(call: CacheCall) -> CacheTilesLauncher:
         assert isinstance(selected, ForwardConfig)
         config, num_ctas = selected, count_ctas(index_of(device), call.sm_margin) * selected.ctas_per_sm
         kernel = compile_cache.get_forward(config)
-    combine = find_combine(config.out_dtype, few.splits)
+    combine = find_combine(config, few.splits)
     planner = find_parts_planner(config, num_ctas, few.splits, call.mask)
     return CacheTilesLauncher(
         index_of(device), config, kernel, planner, num_ctas, few.splits, combine, repairs

@@ -152,7 +152,7 @@ def find_few_packed_fp8(
         few.e4m3_problem(head_dims, mask, is_packed=True, scores=scores), device, "hopper", sm_margin
     )
     assert isinstance(attention, PackedFp8Launcher)
-    combine = find_combine(attention.config.out_dtype, few.splits)
+    combine = find_combine(attention.config, few.splits)
     planner = find_parts_planner(attention.config, attention.num_ctas, few.splits, mask)
     in_parts = replace(attention, planner=planner)
     return FewPackedFp8Launcher(attention.device_index, in_parts, few.splits, combine)

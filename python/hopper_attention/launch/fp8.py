@@ -579,6 +579,6 @@ def find(
         mean_blocks=config.mean_blocks,
         tile_n=config.tile_n,
         splits=splits,
-        combine=find_combine(config.out_dtype, splits),
+        combine=find_combine(config, splits),
         changes_scores=problem.scores != PLAIN,
     )

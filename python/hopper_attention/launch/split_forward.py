@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.combine.config import select_combine_config
+from cute_kernels.combine.config import CombineConfig, select_combine_config
 from cute_kernels.plan.config import check_packed_size
+from cute_kernels.problem import VARLEN
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper_attention import compile_cache, device_memory
@@ -164,11 +165,14 @@ class PackedSplitLauncher:
         return out, lse
 
 
-def find_combine(dtype: str, splits: int) -> tuple[Kernel, ...]:
-    """What adds up so many parts of results of ``dtype``; none of one."""
-    if splits == 1:
-        return ()
-    return (compile_cache.get_serving(select_combine_config(dtype, splits, HOPPER_ARCH)),)
+def combine_config_of(config: ForwardConfig, splits: int) -> CombineConfig:
+    """Of what adds up so many parts of results of the kernel of ``config``. Packed sequences may be in fewer."""
+    return select_combine_config(config.out_dtype, splits, HOPPER_ARCH, has_ends=config.layout == VARLEN)
+
+
+def find_combine(config: ForwardConfig, splits: int) -> tuple[Kernel, ...]:
+    """What adds up so many parts of results of the kernel of ``config``; none of one."""
+    return () if splits == 1 else (compile_cache.get_serving(combine_config_of(config, splits)),)
 
 
 def merge_in_script(
@@ -203,7 +207,7 @@ def find_split(
     """
     index, (head_dim, head_dim_v) = index_of(device), head_dims
     num_ctas = count_ctas(index, sm_margin) * config.ctas_per_sm
-    (combine,) = find_combine(config.out_dtype, splits)
+    (combine,) = find_combine(config, splits)
     kernel = compile_cache.get_forward(config)
     return SplitLauncher(index, config, kernel, combine, splits, head_dim_v, head_dim**-0.5, num_ctas)
 
