@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from cute_kernels.combine.config import FEW_SPLITS
 from cute_kernels.plan.config import MAX_PACKED_ROWS, MOST_SEQUENCES_IN_PARTS
 from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from hopper.config import WARPGROUP_ROWS
@@ -41,6 +42,7 @@ from hopper_attention.few_queries import (
 from hopper_attention.few_queries_times import (
     CACHE_DECODE,
     CACHE_FORWARD,
+    COLUMNS,
     NO_TIMES,
     best_splits,
     decode_cost,
@@ -67,10 +69,13 @@ SHARE_OF_ROOM = 0.5
 """Of the room for keys, that sequences have by the mean where numbers of parts are counted: of others the longest alone
 would decide how long a call takes."""
 
+MOST_ROOM, KEYS_OF_ROOM = 32, 512
+"""Parts that a sequence may have at most beyond those that were counted, one for so many keys of the cache's room."""
+
 MOST_TURNS, LEAST_TIME = 1.9, 40.0
-"""Of tiles in one part: how often they fill the multiprocessors at most, and how many microseconds they take by count
-at least, where there is room for parts nevertheless. If one sequence is longer than others they gain 10 to 35 %, and
-if none is they lose 4 to 10 (``short_launches.json``)."""
+"""Of tiles in one part, up to a head_dim of 128: how often they fill the multiprocessors at most, and how many
+microseconds they take by count at least, where there is room for parts nevertheless: much is gained if one sequence is
+longer than others, and less lost if none is (``short_launches.json``)."""
 
 MOST_COUNTED = 1024
 """Queries of a sequence in 16 bits: of more, a tile for each head fills what there is."""
@@ -195,7 +200,8 @@ def _in_more_parts(call: CacheCall, shape: CacheShape, few: FewQueries) -> FewQu
     else:
         splits, rows = best_splits(shape, mean, few.group, CACHE_FORWARD), 0
     splits = max(splits, few.splits, 2 if _is_worth_parts(shape, few) else 1)
-    splits = with_room(replace(few, splits=splits), shape).splits
+    room = min(max(shape.seqlen_k // KEYS_OF_ROOM, FEW_SPLITS), MOST_ROOM)
+    splits = with_room(replace(few, splits=splits), shape, room).splits
     splits = min(splits, call.num_splits or splits)
     if splits <= few.splits:
         return few
@@ -206,6 +212,8 @@ def _in_more_parts(call: CacheCall, shape: CacheShape, few: FewQueries) -> FewQu
 def _is_worth_parts(shape: CacheShape, few: FewQueries) -> bool:
     """Whether there may be parts where none pays if all sequences are as long as each other."""
     if most_in_memory(shape) < 2 or shape.batch > MOST_SEQUENCES_IN_PARTS:
+        return False
+    if max(shape.head_dim, shape.head_dim_v) > COLUMNS:
         return False
     keys = float(shape.seqlen_k)
     if shape.dtype == FP8_DTYPE:

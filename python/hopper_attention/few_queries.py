@@ -61,10 +61,6 @@ MARGIN = 1.1
 ROOM_FOR_PARTS = 4
 """How many times the parts that were counted there may be."""
 
-MOST_ROOM, KEYS_OF_ROOM = 32, 512
-"""Parts that there is room for beyond those that were counted: a part for so many keys of the longest sequence
-(``short_launches.json``)."""
-
 LENGTHS = (
     *(32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536),
     *(length for n in range(11, 24) for length in (2**n, 3 * 2 ** (n - 1))),
@@ -193,13 +189,12 @@ def fastest(call: CacheCall, mean_k: float, in_e4m3: bool) -> FewQueries:
     return FewQueries(call) if is_served else of_forward
 
 
-def with_room(few: FewQueries, shape: CacheShape) -> FewQueries:
-    """Tiles of packed sequences in more parts than were counted, if there is memory for them: lengths are known on the
-    GPU, and a sequence is in as many as its own asks for. Where the longest are not long, there is no room for more
-    than what is added up fastest."""
+def with_room(few: FewQueries, shape: CacheShape, room: int = FEW_SPLITS) -> FewQueries:
+    """Tiles of packed sequences in more parts than were counted, up to ``room``, if there is memory for them: lengths
+    are known on the GPU, and a sequence is in as many as its own asks for. More than a warp adds up at once cost more
+    than they gain where the mean of lengths is known (``short_launches.json``)."""
     if few.splits == 1 or shape.batch == 1:
         return few
-    room = min(max(shape.seqlen_k // KEYS_OF_ROOM, FEW_SPLITS), MOST_ROOM)
     most = min(room, MOST_SEQUENCES // shape.batch, most_in_memory(shape))
     return replace(few, splits=max(min(ROOM_FOR_PARTS * few.splits, most), few.splits))
 
