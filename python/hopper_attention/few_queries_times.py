@@ -136,8 +136,8 @@ def forward_cost(
     # Warpgroups without a query leave tiles that are in one part.
     is_half = rows <= WARPGROUP_ROWS and splits == 1
     key = (times.key_of_half if is_half else times.key) * tile_m / FORWARD_ROWS
-    # Heads that share keys read them together.
-    read = times.read * tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / heads
+    # Heads that share keys read them together, and so do the tiles of a sequence.
+    read = times.read * tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / heads / -(-rows // tile_m)
     of_keys = max(turns * mean_k / parts * max(key, read), longest / splits * key) * wide
     cost = times.start + turns * (times.tile + wide * times.tile_columns) + of_keys
     if splits > 1:

@@ -15,6 +15,7 @@ from cute_kernels.plan.config import (
     MAX_PACKED_ROWS,
     PLAN_HEADER,
     RECORD,
+    PlanConfig,
     check_packed_size,
     plan_entries,
     plan_words,
@@ -26,6 +27,7 @@ from tests.cute_kernels.packing import UNWRITTEN, Packing, fill_plan_on_numpy, p
 from tests.hopper.hopper_machine import parse
 from tests.hopper.on_numpy import Arguments
 from tests.plans import InParts
+from tests.ptx import ptx_of
 
 
 def draw_lengths(draw: random.Random, sequences: int) -> list[tuple[int, int]]:
@@ -215,3 +217,16 @@ def test_sizes_that_no_kernel_counts_are_refused() -> None:
 def test_the_grid_is_for_all_that_a_plan_may_hold() -> None:
     plan = torch.empty(plan_words(1000, 7, 64), dtype=torch.int32)
     assert PackedTileOrder.most(plan, 8, 3) == plan_entries(1000, 7, 64) * 3
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_nothing_is_read_before_the_kernel_in_front_has_ended(in_parts: bool) -> None:
+    """Nor is the next kernel let in before, whose CTAs are to find all multiprocessors free."""
+    before, after = ptx_of(PlanConfig("sm_90a", in_parts)).split("griddepcontrol.wait;")
+    assert ".global" not in before and "griddepcontrol" not in before
+    assert (
+        after.count("griddepcontrol.launch_dependents;") == 1
+        and "ld.global" in after
+        and "st.global" in after
+    )
+    assert "griddepcontrol" not in ptx_of(PlanConfig("sm_80", in_parts))

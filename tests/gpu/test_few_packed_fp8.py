@@ -24,6 +24,7 @@ from hopper_attention import (
 )
 from hopper_attention.few_queries import FewQueries
 from hopper_attention.fp8_rules import select_for
+from hopper_attention.masks import MaskSpec
 from hopper_attention.reference import attention_naive
 from tests.gpu.conftest import compile_together
 from tests.gpu.test_fp8_varlen import on_gpu, wrong_results
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.gpu
 def compiled_kernels() -> None:
     """Those of ``WAYS``."""
     problems = [
-        way.few(head_dim).e4m3_problem((head_dim, head_dim), causal, is_packed=True)
+        way.few(head_dim).e4m3_problem((head_dim, head_dim), MaskSpec(causal), is_packed=True)
         for way in WAYS.values()
         for head_dim in (64, 128, 256)
         for causal in (False, True)

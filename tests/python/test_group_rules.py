@@ -153,3 +153,25 @@ def test_kernels_of_a_model() -> None:
     grouped = [c for c in found if type(c) is ForwardConfig and c.group == 7]
     assert {c.layout for c in grouped} == {"dense", "varlen"} and {c.split for c in grouped} == {True}
     assert {c.tile_queries for c in grouped} <= {9, 18, 27}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "head_dim"), [((64, 38, 9000), 128), ((61, 63, 4800), 256), ((58, 40, 2300), 128)]
+)
+def test_heads_share_tiles_where_their_rows_fill_more_than_one(
+    sizes: tuple[int, int, int], head_dim: int
+) -> None:
+    """These read keys together too: of many long sequences a tile for each head would read them four times."""
+    batch, queries, keys = sizes
+    device, (heads, kv_heads) = torch.device("cuda"), (32, 8)
+    q, k = (
+        contiguous_spec((1, batch * n, h, head_dim), BF16, device)
+        for n, h in ((queries, heads), (keys, kv_heads))
+    )
+    q, k = (x._replace(shape=x.shape[1:], strides=x.strides[1:]) for x in (q, k))
+    starts = contiguous_spec((1, 1, 1, batch + 1), torch.int32, device)._replace(
+        shape=(batch + 1,), strides=(1,)
+    )
+    longest = queries, 2 * keys
+    few = find_few_packed((q, k, k), (starts, starts, None, None), longest, NO_MASK, PLAIN, 0)
+    assert few.call is None and few.group == heads // kv_heads
