@@ -14,8 +14,8 @@ from cute_kernels.dtypes import DSL_DTYPES
 def compile_combine(config: CombineConfig, options: str = ""):
     """Compile the kernel of ``config``; ``options`` go to ``cute.compile`` and name the architecture.
 
-    Gives ``fn(parts, part_lse, out, lse)``: parts float32 (splits, b, s, h, d) with 1 to MAX_SPLITS splits, with
-    ``few_splits`` to FEW_SPLITS, and part_lse float32 (splits, b, s, h) are merged into out (b, s, h, d) in the
+    Gives ``fn(parts, part_lse, out, lse)``: parts float32 (splits, b, s, h, d) with 1 to MAX_SPLITS splits, or up
+    to FEW_SPLITS with ``few_splits``, and part_lse float32 (splits, b, s, h) are merged into out (b, s, h, d) in the
     config's dtype and lse float32 (b, s, h). d and all strides of parts and out but the last, which is 1, are multiples
     of VECTOR elements; the strides of part_lse and lse are free. The product of b, s, h and the blocks of COLUMNS
     columns fits 31 bits.

@@ -21,7 +21,7 @@ FEW_SPLITS = 8
 """What a warp reads at once of a row."""
 
 ROWS = LANES // FEW_SPLITS
-"""Of few splits, whose logs are one for each lane of a warp."""
+"""That a warp merges at once: it has a lane for each log-sum-exp of FEW_SPLITS parts of them."""
 
 END = 0x7FA5C0DE
 """Bits of what stands behind the log-sum-exps of a row's parts, if there are fewer than there is room for: a NaN that

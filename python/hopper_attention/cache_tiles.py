@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from cute_kernels.combine.config import FEW_SPLITS
-from cute_kernels.plan.config import MAX_PACKED_ROWS, MOST_SEQUENCES_IN_PARTS
+from cute_kernels.plan.config import MAX_PACKED_ROWS
 from cute_kernels.problem import MAX_HEAD_DIM, MAX_SEQLEN
 from hopper.config import WARPGROUP_ROWS
 from hopper.group_rows import rows_of_queries
@@ -47,7 +47,6 @@ from hopper_attention.few_queries_times import (
     best_splits,
     decode_cost,
     forward_cost,
-    most_in_memory,
     turns_of_tiles,
 )
 from hopper_attention.kvcache_checks import CacheCall, CacheShape
@@ -70,7 +69,8 @@ SHARE_OF_ROOM = 0.5
 would decide how long a call takes."""
 
 MOST_ROOM, KEYS_OF_ROOM = 32, 512
-"""Parts that a sequence may have at most beyond those that were counted, one for so many keys of the cache's room."""
+"""For how many parts there is room at most, where no more were counted, and for how many keys of the cache's room there
+is one: ``with_room`` has four times as many as were counted, up to these."""
 
 MOST_TURNS, LEAST_TIME = 1.9, 40.0
 """Of tiles in one part, up to a head_dim of 128: how often they fill the multiprocessors at most, and how many
@@ -210,9 +210,8 @@ def _in_more_parts(call: CacheCall, shape: CacheShape, few: FewQueries) -> FewQu
 
 
 def _is_worth_parts(shape: CacheShape, few: FewQueries) -> bool:
-    """Whether there may be parts where none pays if all sequences are as long as each other."""
-    if most_in_memory(shape) < 2 or shape.batch > MOST_SEQUENCES_IN_PARTS:
-        return False
+    """Whether there may be parts where none pays if all sequences are as long as each other. So few tiles have memory
+    for the results of two."""
     if max(shape.head_dim, shape.head_dim_v) > COLUMNS:
         return False
     keys = float(shape.seqlen_k)

@@ -127,7 +127,7 @@ def test_kernel_merges_parts(
 
 @pytest.mark.parametrize("ways", [1, 4])
 @pytest.mark.parametrize("used", [1, 8, 9, 32, 33, 100])
-def test_what_is_behind_the_last_part_with_keys_is_not_read(used: int, ways: int) -> None:
+def test_what_is_behind_the_last_part_with_keys_counts_nothing(used: int, ways: int) -> None:
     """It is NaN."""
     parts, lse = draw(120, (1, 2, 2), 64, seed=used)
     parts[used:], lse[used:] = math.nan, -INF

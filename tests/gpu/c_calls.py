@@ -51,8 +51,8 @@ KERNELS = ",".join(
         "hopper_fwd_bf16_d128_causal_m128n128s3_r240_24_nopingpong_varlen_alibi_sinks_pages64",
         "append_sm_90a_bf16_bf16*",
         "append_sm_90a_bf16_e4m3",
-        "combine_sm_90a_bf16_*",
-        "combine_sm_90a_fp32_*",
+        "combine_sm_90a_bf16*",
+        "combine_sm_90a_fp32*",
         "merge_sm_90a_bf16",
     )
 )

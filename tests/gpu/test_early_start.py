@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import flash_attn_func, flash_attn_varlen_func
+from hopper_attention import explain_kvcache, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 pytestmark = pytest.mark.gpu
 
@@ -88,6 +88,33 @@ def test_packed_forwards(captured: bool, head_dim: int) -> None:
         values.fill_(float("nan"))
         graph.replay()
         assert torch.equal(values, expected)
+
+
+KEYS_OF_CACHE = torch.tensor([[30, 9000, 1, 2500], [8192, 5, 640, 9000], [2000, 2001, 2002, 2003]])
+
+
+def cache_chain(dtype: torch.dtype, pause: bool) -> Tensor:
+    """Calls on a cache whose keys are in parts by a plan of lengths that the kernel before has written."""
+    generator = torch.Generator("cuda").manual_seed(4)
+    shapes = (4, 24, 16, 128), (4, 9000, 2, 128), (4, 9000, 2, 128)
+    q, k, v = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes)
+    lengths = KEYS_OF_CACHE.int().cuda()
+    plan = explain_kvcache(q, k, v, cache_seqlens=lengths[0], causal=True)
+    assert plan.path == "tiles" and plan.config.split
+    out = q
+    for step in range(STEPS):
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths[step % 3] + 0, causal=True)
+        q = (0.5 * q.float() + out.float()).to(dtype)
+        if pause:
+            torch.cuda.synchronize()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_parts_of_a_cache(dtype: torch.dtype) -> None:
+    expected = cache_chain(dtype, pause=True)
+    assert bool(expected.isfinite().all())
+    assert all(torch.equal(cache_chain(dtype, pause=False), expected) for _ in range(4))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

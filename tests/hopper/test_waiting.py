@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from hopper.forward.fp8.tilings import select_fp8_forward_config
-from hopper.forward.tilings import select_plain_config
+from hopper.forward.tilings import select_forward_config, select_plain_config, with_parts
+from hopper.group_rows import rows_of_queries
 from hopper_attention.quantization import Fp8Quantization, quantize_qkv
-from tests.hopper import hopper_steps, on_numpy
+from tests.hopper import hopper_steps, on_numpy, split_on_numpy
 from tests.hopper.hopper_machine import Cta, Program, Step, Timing, Warp, parse
 from tests.hopper.on_numpy import forward_on_numpy, fp8_forward_on_numpy
+from tests.hopper.split_on_numpy import in_small_parts, packed_parts_on_numpy
 from tests.hopper.test_kernels_on_numpy import DTYPES, draw
+from tests.plans import Packed, plan_of
 from tests.ptx import ptx_of
 
 WAIT = "griddepcontrol.wait"
@@ -32,7 +35,8 @@ class Watch:
             self.ran += ctas
             run(program, *ctas)
 
-        monkeypatch.setattr(on_numpy, "program_of", lambda _: program)
+        for module in (on_numpy, split_on_numpy):
+            monkeypatch.setattr(module, "program_of", lambda _: program)
         monkeypatch.setattr(on_numpy, "run", run_and_keep)
 
     def step_of(self, name: str, step: Step) -> Step:
@@ -78,6 +82,20 @@ def test_nobody_reads_or_writes_before_the_kernel_in_front_has_ended(
         forward_on_numpy(config, *inputs, 0.1, tiles + 1, Timing(is_late=True, seed=seed))
     waiting = {0} if config.waits_to_load else set(range(config.threads // 32))
     assert watch.waiting == [waiting] * 3 * (tiles + 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_kernel_of_parts_reads_no_plan_before(head_dim, monkeypatch) -> None:
+    """What makes the plan lets this kernel in before it has made it."""
+    rows_q, rows_k = Packed.of((3, 0, 5)), Packed.of((200, 40, 330))
+    plain = select_forward_config("bfloat16", head_dim, head_dim, True, 0, layout="varlen")
+    config = with_parts(plain, 4, rows_of_queries(5, 4))
+    watch = Watch(config, monkeypatch)
+    q, k, v = draw(DTYPES["bfloat16"], (rows_q.total, rows_k.total), (8, 2), head_dim)
+    plan = plan_of(rows_q, rows_k, config.tile_queries, in_parts=in_small_parts(config, 3))
+    tensors = q[0], k[0], v[0]
+    packed_parts_on_numpy(config, tensors, plan, 4, 0.1, 3, 2, Timing(is_late=True, seed=1))
+    assert config.starts_early and watch.waiting == [set(range(config.threads // 32))] * 2
 
 
 def test_fp8_with_v_in_rows_asks_before_it_waits_and_reads_nothing(monkeypatch) -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from cute_kernels.combine.config import FEW_SPLITS
+from hopper_attention import cache_tiles
 from hopper_attention.cache_tiles import KEYS_OF_ROOM, MOST_ROOM
+from hopper_attention.few_queries_times import COLUMNS
 from tests.python.kvcache_cases import FP8
 from tests.python.test_cache_tiles import BF16, plan
 
@@ -29,21 +31,25 @@ def test_there_is_room_for_more_parts_in_a_long_cache(capacity: int) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
 def test_few_long_tiles_may_be_in_parts_where_none_are_counted(dtype: torch.dtype) -> None:
-    """As one sequence may be longer than others; not where tiles are many, take little time or have wide rows."""
+    """As one sequence may be longer than others; not where tiles are many, or take little time."""
     usual: dict[str, Any] = {"batch": 40, "capacity": 9216, "dtype": dtype, "queries": 9, "heads": (32, 8)}
     if dtype == BF16:
         usual |= {"batch": 27, "heads": (64, 4), "queries": 8, "capacity": 2560}
     found = plan(**usual)
     assert found.path == "tiles" and found.config.split and parts_said(found) >= FEW_SPLITS
-    others: list[dict[str, Any]] = [{"batch": 200}, {"capacity": 256}, {"num_splits": 1}]
-    if dtype == FP8:
-        others.append({"head_dims": (256, 256)})
-    for other in others:
+    for other in ({"batch": 200}, {"capacity": 256}, {"num_splits": 1}):
         found = plan(**(usual | other))
-        assert found.path != "tiles" or not found.config.split
+        assert found.path == "tiles" and not found.config.split
 
 
-def test_no_parts_for_whose_results_there_is_no_memory() -> None:
-    """Of 64 MiB."""
-    usual: dict[str, Any] = {"batch": 20, "capacity": 9216, "dtype": FP8, "heads": (64, 2)}
-    assert plan(64, **usual).config.split is False
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+def test_wide_rows_are_in_parts_only_where_these_are_counted(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual: dict[str, Any] = {"batch": 30, "capacity": 4096, "dtype": dtype, "head_dims": (256, 256)}
+    for widest, is_split in ((COLUMNS, False), (256, True)):
+        monkeypatch.setattr(cache_tiles, "COLUMNS", widest)
+        cache_tiles._tiles_of.cache_clear()
+        found = plan(16, (64, 4), **usual)
+        assert found.path == "tiles" and found.config.split == is_split
+    cache_tiles._tiles_of.cache_clear()
