@@ -56,8 +56,8 @@ FEW = FewTimes(2.8, 2.0, 0.35, 1.5, 0.0064, 3.1, 0.011, 3.1)
 FEW_PACKED = FewTimes(6.1, 1.5, 0.3, 1.0, 0.0077, 3.1, 0.011, 3.3)
 """Of packed sequences, with their plan."""
 UNEVEN = 1.2
-"""Times the mean: where a packed sequence is longer, tiles take turns of their own length, and fill the last one too. By
-that 42 of 695 calls are counted otherwise, which take 5 % less time by the mean (``fp8_few_packed_tiles.json``)."""
+"""Times the mean: where a packed sequence is longer, turns are as long as their tiles, and the last one is filled as
+well. By that 42 of 695 calls are counted otherwise, which take 5 % less time by the mean (``fp8_few_packed_tiles.json``)."""
 
 FEW_CACHED = replace(FEW_PACKED, alone=1.5)
 """Of calls on a cache, by its room for keys (``cache_tiles.json``)."""

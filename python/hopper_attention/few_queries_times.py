@@ -136,9 +136,10 @@ def forward_cost(
     # Warpgroups without a query leave tiles that are in one part.
     is_half = rows <= WARPGROUP_ROWS and splits == 1
     key = (times.key_of_half if is_half else times.key) * tile_m / FORWARD_ROWS
-    # Heads that share keys read them together, and so do the tiles of a sequence.
-    of_sequence = max(_tiles_of_head(shape, group, tile_m) / shape.batch, 1.0)
-    read = times.read * tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / heads / of_sequence
+    # Heads that share keys read them together, and so do the tiles of a packed sequence.
+    read = times.read * tiles / (turns * MULTIPROCESSORS) * shape.kv_heads / heads
+    if times is PACKED_FORWARD:
+        read /= max(_tiles_of_head(shape, group, tile_m) / shape.batch, 1.0)
     of_keys = max(turns * mean_k / parts * max(key, read), longest / splits * key) * wide
     cost = times.start + turns * (times.tile + wide * times.tile_columns) + of_keys
     if splits > 1:
