@@ -57,7 +57,8 @@ FEW_PACKED = FewTimes(6.1, 1.5, 0.3, 1.0, 0.0077, 3.1, 0.011, 3.3)
 """Of packed sequences, with their plan."""
 UNEVEN = 1.2
 """Times the mean: where a packed sequence is longer, turns are as long as their tiles, and the last one is filled as
-well. By that 42 of 695 calls are counted otherwise, which take 5 % less time by the mean (``fp8_few_packed_tiles.json``)."""
+well. By that 42 of 695 calls are counted otherwise, which take 5 % less time by the mean
+(``fp8_few_packed_tiles.json``)."""
 
 FEW_CACHED = replace(FEW_PACKED, alone=1.5)
 """Of calls on a cache, by its room for keys (``cache_tiles.json``)."""
