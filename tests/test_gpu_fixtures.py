@@ -1,4 +1,4 @@
-"""What prepares the kernels of GPU tests, run without a GPU: it names kernels that there are, by rules that there are."""
+"""What prepares the kernels of GPU tests, run without a GPU: it names kernels that there are, by rules as they are."""
 
 from __future__ import annotations
 
