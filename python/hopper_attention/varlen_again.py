@@ -83,16 +83,14 @@ def remember(
 ) -> None:
     """Keep such a call, which was made: of tensors of 16 bits on a GPU, with tokens and keys."""
     q, k, v = tensors
+    has_no_bounds = 0 in lengths[4:]
+    if has_no_bounds or not q.shape[0] or not k.shape[0] or lengths.cu_seqlens_q.shape[0] < 2:
+        return
     masked = with_mask(options, window, *lengths[4:])
     if masked is None:
         return
     key = _key_of(q, k, lengths, masked)
-    if (
-        not q.shape[0]
-        or not k.shape[0]
-        or lengths.cu_seqlens_q.shape[0] < 2
-        or not remembered.comes_again(key)
-    ):
+    if not remembered.comes_again(key):
         return
     causal, deterministic, _, backend, sm_margin, *of_window = masked
     sides: Sides = of_window[0] if of_window else FULL_SIDES

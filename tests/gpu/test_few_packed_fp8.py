@@ -327,23 +327,17 @@ def test_rows_of_other_widths(serve: Serve) -> None:
 
 @pytest.mark.parametrize("name", SOME)
 def test_what_these_tiles_do_not_serve(serve: Serve, name: str) -> None:
-    """Exact LSEs, windows, and queries that are used in part."""
+    """Exact LSEs, and queries that are used in part."""
     serve(WAYS[name].few(128))
     case, tensors, given = draw(CASES["mixed"], 128)
     used = torch.tensor((20, 0, 33, 1, 150), dtype=torch.int32, device="cuda")
-    for options in (
-        {"return_attn_probs": True},
-        {"window_size": (100, 0)},
-        {"seqused_q": used},
-    ):
+    for options in ({"return_attn_probs": True}, {"seqused_q": used}):
         named = {key: x for key, x in given.items() if key not in options}
         config = explain_varlen(*tensors, **named, **options).config
         is_usual = isinstance(config, Fp8ForwardConfig) and (config.group, config.split) == (1, False)
         assert is_usual or isinstance(config, DecodeConfig)
         whole, found = attend(tensors, given), attend(tensors, named, **options)
         out, rows = found[0] if isinstance(found, tuple) else found, slice(None)
-        if "window_size" in options:
-            continue
         if "seqused_q" in options:
             spans = replace(case, used_q=tuple(used.tolist())).spans()
             rows = torch.cat([torch.arange(a.start, a.stop) for a, _ in spans]).cuda()

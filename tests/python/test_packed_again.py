@@ -235,3 +235,20 @@ def test_lengths_that_hooks_take_apart_are_not_taken_for_one_tensor(seen: Seen) 
         assert [x.shape for x in found] == [x.shape for x in leaves]
         of_keys, prepare, *_ = seen
         assert torch.equal(of_keys[0], starts) and torch.equal(of_keys[1], starts) and len(prepare) > 7
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys", "longest"),
+    [(0, 0, (0, 0)), (0, 0, (5, 5)), (0, 30, (0, 30)), (30, 0, (30, 0)), (3000, 3000, (0, 0)), (300, 0, (0, 0))],
+)
+def test_calls_of_nothing_are_made_again(
+    seen: Seen, queries: int, keys: int, longest: tuple[int, int], requires_grad: bool
+) -> None:
+    """Without tokens, or of sequences that have none by their bounds."""
+    q, k, v = (torch.zeros(n, 4, 64, dtype=torch.bfloat16) for n in (queries, keys, keys))
+    q.requires_grad_(requires_grad)
+    none = int32(0, 0, 0)
+    for _ in range(3):
+        out, lse = flash_attn_varlen_func(q, k, v, none, none, *longest, causal=True, return_attn_probs=True)
+        assert (out.shape, lse.shape) == ((queries, 4, 64), (4, queries))
