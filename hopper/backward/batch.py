@@ -28,6 +28,10 @@ TAIL_ROWS = 65536
 """Key/value heads at the end of a launch whose shorter tiles come last (``TailedTileOrder``): those of TAIL_ROWS rows
 of queries, and TAIL_HEADS at least. More of them share too little in L2."""
 
+CTAS_UNDER_WAY = 132
+"""On an H100 or H200. Under a causal mask alone a tail of dense heads has a key tile for each: CTAs come to it at times
+that differ by up to a longest tile, and so do its tiles (``backward_shared_tails.json``)."""
+
 SHORT_ROWS = 1024
 """Rows of queries of a key/value head, up to which half as many heads come last in a fixed order
 (``TurnedTileOrder``)."""
@@ -41,9 +45,11 @@ def _flag(number: Int32 | int) -> Int32 | int:
     return minimum(maximum(number, 0), 1)
 
 
-def _heads_of_tail(config: BackwardConfig, rows: Int32, heads: Int32, num_n_blocks: Int32) -> Int32:
-    """Of so many key/value heads, with so many rows of queries and key tiles each."""
-    tail = minimum(maximum(TAIL_ROWS // rows, TAIL_HEADS), heads)
+def _heads_of_tail(
+    config: BackwardConfig, rows: Int32, heads: Int32, num_n_blocks: Int32, least: Int32 | int = TAIL_HEADS
+) -> Int32:
+    """Of so many key/value heads, with so many rows of queries and key tiles each; ``least`` of them if there are."""
+    tail = minimum(maximum(TAIL_ROWS // rows, least), heads)
     return tail * _flag(num_n_blocks - config.most_without_tail) if config.most_without_tail else tail
 
 
@@ -78,6 +84,7 @@ class DenseBatch(LoopInvariant):
     config: BackwardConfig
 
     mail_words = BackwardWork.mail_words
+    ctas_under_way = CTAS_UNDER_WAY
 
     def view(self, tensor: cute.Tensor) -> cute.Tensor:
         """A tensor of rows as TMA sees it: (seqlen, head_dim, heads, batch)."""
@@ -145,10 +152,12 @@ class DenseBatch(LoopInvariant):
         Under a causal mask alone no two tiles are as long as each other. Heads still come one behind the other with the
         longer half of theirs, unless several share K and V: then a CTA has too few tiles.
         """
-        heads, num_n_blocks = self._heads_of_tail(mQ, mK), ceil_div(mK.shape[0], self.config.tile_n)
+        num_n_blocks = ceil_div(mK.shape[0], self.config.tile_n)
         for side in left:
             full = (mK.shape[0] - side) // self.config.tile_n
-            return heads, minimum(maximum(full, 0), num_n_blocks)
+            return self._heads_of_tail(mQ, mK), minimum(maximum(full, 0), num_n_blocks)
+        of_each_cta = ceil_div(self.ctas_under_way, num_n_blocks)
+        heads = self._heads_of_tail(mQ, mK, maximum(of_each_cta, TAIL_HEADS))
         return heads, _full_blocks(heads, num_n_blocks, mQ.shape[2] // mK.shape[2])
 
     def late_heads(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
@@ -159,10 +168,10 @@ class DenseBatch(LoopInvariant):
         fits = _flag(kv_heads + 1 - 2 * late) * _flag(LATE_ROWS // self.config.tile_m + 1 - mQ.shape[0])
         return late * fits
 
-    def _heads_of_tail(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
+    def _heads_of_tail(self, mQ: cute.Tensor, mK: cute.Tensor, least: Int32 | int = TAIL_HEADS) -> Int32:
         rows = mQ.shape[0] * (mQ.shape[2] // mK.shape[2])
         num_n_blocks = ceil_div(mK.shape[0], self.config.tile_n)
-        return _heads_of_tail(self.config, rows, mK.shape[2] * mK.shape[3], num_n_blocks)
+        return _heads_of_tail(self.config, rows, mK.shape[2] * mK.shape[3], num_n_blocks, least)
 
     def work(
         self,

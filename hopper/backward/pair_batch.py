@@ -21,6 +21,8 @@ class DensePairBatch(DenseBatch):
     """Sequences of one length. The grid is by CTA of a key tile, key/value head and batch, or of all of them in an
     order."""
 
+    ctas_under_way = PAIRS_UNDER_WAY
+
     def view_sums(self, mdQ: cute.Tensor) -> cute.Tensor:
         """(words, parts, query tiles of all heads, batches)."""
         batches, heads, tiles, parts, words = mdQ.shape

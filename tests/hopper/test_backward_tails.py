@@ -11,7 +11,7 @@ import torch
 from cute_kernels.plan.packed import PackedTileOrder
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.tile_scheduler import TailedTileOrder, TileOrder
-from hopper.backward.batch import PackedTailedOrder, order_of_keys
+from hopper.backward.batch import DenseBatch, PackedTailedOrder, order_of_keys
 from hopper.backward.config import BackwardConfig, select_backward_config
 from hopper.backward.pair_batch import DensePairBatch
 from hopper_attention.reference import attention_naive
@@ -58,6 +58,33 @@ def test_pairs_have_none_in_short_sequences() -> None:
     for seqlen, tail in ((1024, (0, 0)), (1025, (8, 4)), (16384, (4, 0))):
         views = [SimpleNamespace(shape=(seqlen, 256, 8, 1)) for _ in "qk"]
         assert dense.tail(*views) == tail
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "heads", "tail"),
+    [
+        # Of heads that share none as many as before, whose longer halves come head by head.
+        ((1024, 1024), (16, 16), (64, 4)),
+        ((2411, 2411), (28, 28), (27, 9)),
+        # 132 tiles or more of heads that share K and V.
+        ((1024, 1024), (28, 4), (17, 0)),
+        ((2411, 2411), (28, 4), (7, 0)),
+        ((2411, 2411), (28, 7), (7, 0)),
+        ((4096, 4096), (16, 2), (5, 0)),
+        ((2048, 2048), (32, 16), (16, 0)),
+        ((300, 8192), (64, 8), (27, 0)),
+        ((16384, 16384), (32, 8), (4, 0)),
+    ],
+)
+def test_a_tail_has_a_tile_for_each_cta(seqlens, heads, tail) -> None:
+    batch = DenseBatch(select_backward_config("bfloat16", 128, 128, True))
+    views = [SimpleNamespace(shape=(n, 128, h, 40)) for n, h in zip(seqlens, heads, strict=True)]
+    assert batch.tail(*views) == tail
+    # In a fixed order it does not go by that.
+    ordered = DenseBatch(select_backward_config("bfloat16", 128, 128, True, ordered=True))
+    rows = seqlens[0] * heads[0] // heads[1]
+    late = max(65536 // rows, 4) // (2 if rows <= 1024 else 1)
+    assert ordered.late_heads(*views) == (late if seqlens[0] <= 2**20 // ordered.config.tile_m else 0)
 
 
 def test_where_there_are_tails() -> None:
