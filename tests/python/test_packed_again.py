@@ -240,7 +240,14 @@ def test_lengths_that_hooks_take_apart_are_not_taken_for_one_tensor(seen: Seen) 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(
     ("queries", "keys", "longest"),
-    [(0, 0, (0, 0)), (0, 0, (5, 5)), (0, 30, (0, 30)), (30, 0, (30, 0)), (3000, 3000, (0, 0)), (300, 0, (0, 0))],
+    [
+        (0, 0, (0, 0)),
+        (0, 0, (5, 5)),
+        (0, 30, (0, 30)),
+        (30, 0, (30, 0)),
+        (3000, 3000, (0, 0)),
+        (300, 0, (0, 0)),
+    ],
 )
 def test_calls_of_nothing_are_made_again(
     seen: Seen, queries: int, keys: int, longest: tuple[int, int], requires_grad: bool
