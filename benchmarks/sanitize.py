@@ -423,8 +423,7 @@ def run_packed_backward_case(config: BackwardConfig, device: str) -> str:
 
 
 def divided_heads_configs() -> tuple[BackwardConfig, ...]:
-    """Those of CTAs that share out the query heads of a head of K and V: dense and packed, plain and in a fixed order,
-    of one CTA and of a pair."""
+    """Those that share out the query heads of a head of K and V, dense and packed, in any order and a fixed one."""
     kinds = (
         *((64, True, False, DENSE), (96, False, True, DENSE), (128, True, True, DENSE)),
         *((256, True, False, DENSE), (64, True, True, VARLEN), (128, False, False, VARLEN)),
@@ -435,7 +434,8 @@ def divided_heads_configs() -> tuple[BackwardConfig, ...]:
         for dtype in ("bfloat16", "float16")
         for size, causal, ordered, layout in kinds
     )
-    return tuple(replace(config, divides_heads=True) for config in plain)
+    divided = [replace(config, divides_heads=True) for config in plain]
+    return *divided, replace(divided[0], walks_back=True)
 
 
 def run_divided_heads_case(config: BackwardConfig, device: str) -> str:
@@ -444,8 +444,8 @@ def run_divided_heads_case(config: BackwardConfig, device: str) -> str:
         return run_packed_backward_case(config, device)
     given, scale = draw_for_gradients(config), config.head_dim**-0.5
     sizes = *(given[0].dtype,) * 2, config.head_dim, config.head_dim_v, config.causal
-    problem = GradientProblem(*sizes, deterministic=config.ordered, divides_heads=True)
-    launcher = find_divided(problem, torch.device(device), HEADS // KV_HEADS)
+    facts = {"deterministic": config.ordered, "divides_heads": True, "walks_back": config.walks_back}
+    launcher = find_divided(GradientProblem(*sizes, **facts), torch.device(device), HEADS // KV_HEADS)
     launcher = replace(launcher, grid=(CTAS,) if config.is_persistent else ())
     gradients = [x.cpu() for x in launcher(*(x.to(device) for x in given), scale, None)]
     torch.cuda.synchronize()

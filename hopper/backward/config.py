@@ -63,7 +63,8 @@ class BackwardConfig:
     launched beside it. With ``stores_first`` the first key tile of a query tile stores its part of dQ, and what the
     sums held before does not matter: for ``ordered`` ones that a single launch makes. With ``divides_heads`` the query
     heads that share a head of K and V are divided among CTAs, as many as the launch says. Each leaves its dK and dV in
-    float32, as its accumulators hold them (``dk_order``), and ``finish`` adds them up and rounds them.
+    float32, as its accumulators hold them (``dk_order``), and ``finish`` adds them up and rounds them. With
+    ``walks_back`` key tiles walk from the last query tile back, over all query heads of each (``walk.py``).
     """
 
     dtype: str
@@ -89,6 +90,7 @@ class BackwardConfig:
     one_tile: bool = False
     stores_first: bool = False
     divides_heads: bool = False
+    walks_back: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -303,7 +305,7 @@ class BackwardConfig:
         parts += ["few"] if self.few_keys else []
         parts += ["tile"] if self.one_tile else []
         parts += ["stores"] if self.stores_first else []
-        parts += ["divided"] if self.divides_heads else []
+        parts += ["divided"] * self.divides_heads + ["back"] * self.walks_back
         return "_".join(parts)
 
 
@@ -449,6 +451,9 @@ def validate_backward_config(config: BackwardConfig) -> None:
         )
     if c.divides_heads and c.writes_dq:
         raise ValueError(f"divides_heads is True in {c.name}, allowed: without strips and one_tile")
+    if c.walks_back and not can_walk_back(c):
+        allowed = f"causal, plain, in any order, to head_dim {MAX_UNPAIRED_HEAD_DIM}"
+        raise ValueError(f"walks_back is True in {c.name}, allowed: {allowed}")
     if c.few_keys and c.layout == DENSE:
         raise ValueError(f"few_keys is True with layout {c.layout!r}, allowed: 'varlen'")
     if c.one_tile and (not c.is_plain or c.ordered or is_paired):
@@ -541,6 +546,12 @@ def gains_by_storing(config: BackwardConfig) -> bool:
     c = config
     is_changed = c.softcap or c.alibi or c.dropout or c.functions
     return c.ordered and not (is_changed or c.window or c.block_lists)
+
+
+def can_walk_back(config: BackwardConfig) -> bool:
+    """Whether ``walks_back`` serves a config; it was not tried in pairs."""
+    c = config
+    return c.is_plain and c.causal and c.shortens and c.head_dim <= MAX_UNPAIRED_HEAD_DIM
 
 
 def select_strip_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:

@@ -63,6 +63,12 @@ MANY_ELEMENTS = 30_000_000
 less."""
 
 
+HEADS_TO_WALK_BACK = 4
+"""Query heads that share a head of K and V in a CTA, from which on key tiles walk back under a causal mask. With one
+they took 3 to 4 % longer so, as all add to the same dQ at a time, with two 1 %, and with 4 to 12 by the mean 3 % less
+(`backward_shared_tails.json`)."""
+
+
 class BackwardProblem(NamedTuple):
     """Sizes and options of a 16-bit problem whose gradients are wanted.
 
@@ -101,6 +107,7 @@ class BackwardProblem(NamedTuple):
             in_strips=self.in_strips,
             one_tile=self.one_tile,
             divides_heads=self.head_parts > 1,
+            walks_back=walk_back(self),
         )
 
 
@@ -199,7 +206,7 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         return select_one_tile_config(*options)
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
-        hopper = replace(hopper, divides_heads=p.divides_heads)
+        hopper = replace(hopper, divides_heads=p.divides_heads, walks_back=p.walks_back)
         if p.keys != "many":
             hopper = replace(hopper, few_keys=p.keys == "few", clears_ahead=False)
         if p.keys == "few":
@@ -274,6 +281,17 @@ def are_short(seqlens: tuple[int, int], head_dim: int) -> bool:
     """Whether sequences of these lengths of Q and K, or packed ones with these bounds, are as short as those whose sums
     are made faster in a fixed order."""
     return seqlens[0] == seqlens[1] <= FASTER_IN_ORDER.get(head_dim, 0)
+
+
+def walk_back(problem: BackwardProblem) -> bool:
+    """Whether key tiles walk from the last query tile back, over all query heads of each, where the Hopper kernels have
+    that: a causal mask alone, plain scores and sums of dQ in any order."""
+    p, heads, kv_heads = problem, problem.q_shape[2], problem.k_shape[2]
+    is_free = p.causal and not (p.deterministic or p.has_window or p.has_chunk or p.in_strips or p.one_tile)
+    is_narrow = max(p.q_shape[3], p.v_shape[3]) <= MAX_UNPAIRED_HEAD_DIM
+    return (
+        is_free and is_narrow and p.scores == PLAIN and heads >= HEADS_TO_WALK_BACK * kv_heads * p.head_parts
+    )
 
 
 def in_one_tile(problem: BackwardProblem) -> BackwardProblem:

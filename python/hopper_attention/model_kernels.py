@@ -17,7 +17,7 @@ from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
 from cute_kernels.problem import VARLEN
 from cute_kernels.rotation.config import RotationConfig
-from hopper.backward.config import gains_by_clearing_ahead
+from hopper.backward.config import can_walk_back, gains_by_clearing_ahead
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
@@ -204,6 +204,7 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
         found += strips_of(model, target)
         found += of_one_tile(model, target)
         found += of_many_short(model, target)
+        found += of_shared_keys(model, target)
         found += of_divided_heads(model, target)
         found += [LaunchesConfig()] if capability == HOPPER_CAPABILITY else []
     if True in model.causal:
@@ -309,6 +310,16 @@ def of_many_short(model: ModelShape, target: Target) -> Iterator[Any]:
         yield from (BackwardStep("prepare", packed), packed)
 
 
+def of_shared_keys(model: ModelShape, target: Target) -> Iterator[Any]:
+    """The kernels of the gradients of as many query heads a head of K and V as are visited together."""
+    q, k, v = (x.shape for x in model.specs(2048))
+    for causal, sides in model.masks:
+        problem = BackwardProblem(q, k, v, model.dtype, causal, False, sides != FULL_SIDES, model.scores)
+        choice = backward_rules.choose_for(problem.kind, target, None)
+        if problem.kind.walks_back and choice.backend == "hopper":
+            yield backward_rules.select_for(problem.kind, choice.backend, target.capability)
+
+
 def of_divided_heads(model: ModelShape, target: Target) -> Iterator[Any]:
     """The kernels of the gradients of so few keys that the query heads of a head of K and V are divided, dense and
     packed."""
@@ -317,9 +328,12 @@ def of_divided_heads(model: ModelShape, target: Target) -> Iterator[Any]:
         q, k, v = ((batch, *x.shape[1:]) for x in model.specs(seqlen))
         for config in of_special_problems(model, target, (q, k, v), _divided_in_faster_order):
             if config.divides_heads:
-                packed = replace(config, layout=VARLEN)
+                packed = replace(config, layout=VARLEN, walks_back=False)
                 clearing = (replace(packed, clears_ahead=True),) if gains_by_clearing_ahead(packed) else ()
-                for each in (config, packed, *clearing):
+                # Of other lengths a part has other heads.
+                walks = (False, True) if can_walk_back(config) else (False,)
+                dense = (replace(config, walks_back=back) for back in walks)
+                for each in (*dense, packed, *clearing):
                     yield from (each, BackwardStep("finish", each))
 
 

@@ -22,6 +22,7 @@ from hopper_attention.backward_rules import (
     packed_in_faster_order,
     select_config,
     select_for,
+    walk_back,
 )
 from hopper_attention.head_parts import PackedSizes, packed_with_head_parts, with_head_parts
 from hopper_attention.launch import backward
@@ -84,7 +85,40 @@ def test_how_many_parts(asked: BackwardProblem, parts: int) -> None:
     found = with_head_parts(asked, FULL_SIDES)
     assert found == asked._replace(head_parts=parts) and found.kind.divides_heads == (parts > 1)
     config = select_config(asked, "hopper", HOPPER_CAPABILITY)
-    assert select_config(found, "hopper", HOPPER_CAPABILITY) == replace(config, divides_heads=parts > 1)
+    expected = replace(config, divides_heads=parts > 1, walks_back=walk_back(found))
+    assert select_config(found, "hopper", HOPPER_CAPABILITY) == expected
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_parts", "changed", "walks"),
+    [
+        ((32, 8), 1, {}, True),
+        ((28, 4), 1, {"head_dim": 64}, True),
+        ((12, 1), 1, {"head_dim": 72, "dtype": torch.float16}, True),
+        ((12, 1), 3, {}, True),
+        # Fewer than four heads of Q in a CTA.
+        ((32, 32), 1, {}, False),
+        ((24, 8), 1, {}, False),
+        ((12, 1), 4, {}, False),
+        # What the kernel has not.
+        ((32, 8), 1, {"causal": False}, False),
+        ((32, 8), 1, {"deterministic": True}, False),
+        ((32, 8), 1, {"has_window": True}, False),
+        ((32, 8), 1, {"has_window": True, "has_chunk": True}, False),
+        ((32, 8), 1, {"scores": ScoreKind(has_softcap=True)}, False),
+        ((32, 8), 1, {"scores": ScoreKind(has_sinks=True)}, False),
+        ((32, 8), 1, {"head_dim": 136}, False),
+        ((32, 8), 1, {"one_tile": True, "seqlens": 128}, False),
+    ],
+)
+def test_many_heads_that_share_keys_are_walked_over_together(
+    heads: tuple[int, int], head_parts: int, changed: dict[str, Any], walks: bool
+) -> None:
+    options = {"batch": 2, "seqlens": 2048, "head_dim": 128} | changed
+    asked = problem(heads=heads, **options)._replace(head_parts=head_parts)
+    assert asked.kind.walks_back == walks
+    config = select_config(asked, "hopper", HOPPER_CAPABILITY)
+    assert config.walks_back == walks and config.divides_heads == (head_parts > 1)
 
 
 @pytest.mark.parametrize(
@@ -311,13 +345,13 @@ def test_what_calls_of_a_model_ask_for_is_compiled_ahead(model: ModelShape) -> N
                 asked.add(with_head_parts(in_faster_order(dense), FULL_SIDES).kind)
                 for longest in (seqlen, 2 * seqlen):
                     keys = keys_within(longest, False)
-                    packed = replace(dense.kind, is_packed=True, keys=keys)
+                    packed = replace(dense.kind, walks_back=False, is_packed=True, keys=keys)
                     shapes = ((batch * seqlen, of, model.head_dim) for of in heads)
                     sizes = PackedSizes(*shapes, batch, (longest, longest))
                     elements = batch * seqlen * heads[0] * model.head_dim
                     packed = packed_in_faster_order(packed, elements, sizes.bounds)
                     asked.add(packed_with_head_parts(packed, sizes, FULL_SIDES)[0])
-    divided = [kind for kind in asked if kind.divides_heads]
+    divided = [kind for kind in asked if kind.divides_heads or kind.walks_back]
     configs = [select_for(kind, "hopper", HOPPER_CAPABILITY) for kind in divided]
     steps = [BackwardStep(step, config) for config in configs for step in ("prepare", "finish")]
     assert configs and {c.name for c in (*configs, *steps)} <= ahead

@@ -319,11 +319,13 @@ def test_the_sanitizer_runs_gradients_of_divided_heads(
     monkeypatch.setattr(sanitize, "make_packed_backward_launcher", make)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     configs = sanitize.divided_heads_configs()
-    assert len({config.name for config in configs}) == 14 and all(c.divides_heads for c in configs)
-    for config in configs[:7]:
+    assert len({config.name for config in configs}) == 15 and all(c.divides_heads for c in configs)
+    assert [c.walks_back for c in configs] == [False] * 14 + [True]
+    tried = *configs[:7], configs[-1]
+    for config in tried:
         verdict = sanitize.run_divided_heads_case(config, "cpu")
         assert verdict.startswith(wrong) and bool(verdict) == bool(wrong)
-    assert asked == list(configs[:7])
+    assert asked == list(tried)
 
 
 @dataclass(frozen=True)
