@@ -83,7 +83,8 @@ class BackwardKernel:
     The grid is persistent: as many CTAs as SMs, fed by ``TileScheduler`` with the key tiles of each key/value head. A
     tile visits the query heads that share the head in turn, so that dK and dV need no reduction over them. Its dK and
     dV leave through the memory of dS and dQ, while the keys and queries of the next tile are loaded. With
-    `divides_heads` there are tiles for each part of these heads, and dK and dV leave from registers, in float32.
+    `divides_heads` there are tiles for each part of these heads, and dK and dV leave from registers, in float32. With
+    `walks_back` a tile visits its query tiles from the last one back, each for all of these heads (``walk.py``).
     """
 
     def __init__(self, config: BackwardConfig):
