@@ -29,8 +29,8 @@ TAIL_ROWS = 65536
 of queries, and TAIL_HEADS at least. More of them share too little in L2."""
 
 CTAS_UNDER_WAY = 132
-"""On an H100 or H200. Under a causal mask alone a tail of dense heads has a key tile for each: CTAs come to it at times
-that differ by up to a longest tile, and so do its tiles (``backward_shared_tails.json``)."""
+"""On an H100 or H200. Under a causal mask alone a tail of dense heads that several of Q share has a key tile for each:
+CTAs come to it at times that differ by up to a longest tile, as its tiles do (``backward_shared_tails.json``)."""
 
 SHORT_ROWS = 1024
 """Rows of queries of a key/value head, up to which half as many heads come last in a fixed order
@@ -156,9 +156,10 @@ class DenseBatch(LoopInvariant):
         for side in left:
             full = (mK.shape[0] - side) // self.config.tile_n
             return self._heads_of_tail(mQ, mK), minimum(maximum(full, 0), num_n_blocks)
-        of_each_cta = ceil_div(self.ctas_under_way, num_n_blocks)
+        shared = mQ.shape[2] // mK.shape[2]
+        of_each_cta = ceil_div(self.ctas_under_way, num_n_blocks) * _flag(shared - 1)
         heads = self._heads_of_tail(mQ, mK, maximum(of_each_cta, TAIL_HEADS))
-        return heads, _full_blocks(heads, num_n_blocks, mQ.shape[2] // mK.shape[2])
+        return heads, _full_blocks(heads, num_n_blocks, shared)
 
     def late_heads(self, mQ: cute.Tensor, mK: cute.Tensor) -> Int32:
         """Heads of the tail of a ``TurnedTileOrder``, of the views of Q and K: none where they would be more than half

@@ -206,7 +206,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         return select_one_tile_config(*options)
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
-        hopper = replace(hopper, divides_heads=p.divides_heads, walks_back=p.walks_back)
+        walks_back = p.walks_back and not p.is_packed
+        hopper = replace(hopper, divides_heads=p.divides_heads, walks_back=walks_back)
         if p.keys != "many":
             hopper = replace(hopper, few_keys=p.keys == "few", clears_ahead=False)
         if p.keys == "few":

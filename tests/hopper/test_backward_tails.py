@@ -58,6 +58,9 @@ def test_pairs_have_none_in_short_sequences() -> None:
     for seqlen, tail in ((1024, (0, 0)), (1025, (8, 4)), (16384, (4, 0))):
         views = [SimpleNamespace(shape=(seqlen, 256, 8, 1)) for _ in "qk"]
         assert dense.tail(*views) == tail
+    # 66 tiles or more of heads that share K and V.
+    shared = [SimpleNamespace(shape=(2048, 256, heads, 4)) for heads in (32, 4)]
+    assert dense.tail(*shared) == (5, 0)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,7 @@ def test_pairs_have_none_in_short_sequences() -> None:
     [
         # Of heads that share none as many as before, whose longer halves come head by head.
         ((1024, 1024), (16, 16), (64, 4)),
+        ((16384, 1024), (32, 32), (4, 0)),
         ((2411, 2411), (28, 28), (27, 9)),
         # 132 tiles or more of heads that share K and V.
         ((1024, 1024), (28, 4), (17, 0)),

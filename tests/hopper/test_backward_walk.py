@@ -62,8 +62,7 @@ def test_no_register_is_spilled() -> None:
 def test_gradients(dtype, head_dim, seqlens, heads, parts, batch, timing) -> None:
     case = Case(dtype, seqlens, heads, head_dim, batch, True)
     native = next(size for size in HEAD_DIMS if size >= head_dim)
-    config = replace(walking(dtype, native, parts > 1))
-    case.check(case.run(config, parts, timing))
+    case.check(case.run(walking(dtype, native, parts > 1), parts, timing))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -119,6 +119,8 @@ def test_many_heads_that_share_keys_are_walked_over_together(
     assert asked.kind.walks_back == walks
     config = select_config(asked, "hopper", HOPPER_CAPABILITY)
     assert config.walks_back == walks and config.divides_heads == (head_parts > 1)
+    packed = select_for(replace(asked.kind, is_packed=True), "hopper", HOPPER_CAPABILITY)
+    assert not packed.walks_back
 
 
 @pytest.mark.parametrize(
