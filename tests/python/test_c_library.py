@@ -63,9 +63,6 @@ from tests.c_problems import (
     specs_of,
     without_scores,
 )
-from tests.gpu import c_calls
-from tests.gpu.c_calls import KERNELS
-from tests.gpu.test_c_library import DENSE
 
 pytestmark = pytest.mark.skipif(not c.COMPILER, reason="there is no C compiler here")
 
@@ -529,25 +526,6 @@ def test_the_kernels_are_listed_and_none_is_built(library: Library) -> None:
     assert list(listed) == [config.name for config in c_tables.library_kernels()]
     assert not any(listed.values())
     assert library.c.ha_version().decode() in c_tables.constants_header()
-
-
-def test_kernels_that_gpu_tests_ask_for_are_linked(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    class KernelIsKnown(Exception):
-        """Ends a call where it would go on to memory of a GPU."""
-
-    linked, asked = {config.name for config in c_library.chosen_kernels(KERNELS)}, set()
-
-    def note(_: Library, kernel: str) -> None:
-        asked.add(kernel)
-        raise KernelIsKnown
-
-    monkeypatch.setattr(c_calls, "require", note)
-    for dtype, (batch, _), (rows, keys), (heads, kv_heads), head_dim, causal, (left, right) in DENSE:
-        q = torch.empty(batch, rows, heads, head_dim, dtype=dtype)
-        k = torch.empty(batch, keys, kv_heads, head_dim, dtype=dtype)
-        with pytest.raises(KernelIsKnown):
-            c_calls.dense_call(library, q, k, k, causal=causal, window_left=left, window_right=right)
-    assert len(linked) > 50 and len(asked) == 6 and asked <= linked
 
 
 def test_sets_of_kernels() -> None:
