@@ -18,6 +18,7 @@ from hopper.backward.kernel import BackwardKernel, GeneralBackwardKernel
 from hopper.backward.one_tile import OneTileBackwardKernel
 from hopper.backward.pair_kernel import GeneralPairedBackwardKernel, PairedBackwardKernel
 from hopper.backward.strip_kernel import StripBackwardKernel
+from hopper.backward.walk import WalkingBackwardKernel
 
 
 def compile_backward(config: BackwardConfig, options: str = ""):
@@ -54,6 +55,7 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     ctas = (Int32(1),) if c.is_persistent else ()
     if c.is_plain:
         plain = OneTileBackwardKernel if c.one_tile else BackwardKernel
+        plain = WalkingBackwardKernel if c.walks_back else plain
         kernel = (PairedBackwardKernel if is_paired else plain)(c)
         return compile_for_torch(kernel, *tensors, scale, *ctas, options=options)
     general = StripBackwardKernel if c.strips else GeneralBackwardKernel

@@ -30,7 +30,6 @@ from hopper.backward.exchange import state_of
 from hopper.backward.options import NO_OPTIONS, BackwardOptions, key_rules
 from hopper.backward.parts import reciprocal_of
 from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
-from hopper.backward.walk import load_back, walk_back
 from hopper.backward.work import BackwardWork
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from hopper.tiles import WARPS_PER_WARPGROUP, TmaOperand, swizzled_layout
@@ -84,7 +83,7 @@ class BackwardKernel:
     tile visits the query heads that share the head in turn, so that dK and dV need no reduction over them. Its dK and
     dV leave through the memory of dS and dQ, while the keys and queries of the next tile are loaded. With
     `divides_heads` there are tiles for each part of these heads, and dK and dV leave from registers, in float32. With
-    `walks_back` a tile visits its query tiles from the last one back, each for all of these heads (``walk.py``).
+    `walks_back` it is a ``WalkingBackwardKernel``.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -318,15 +317,12 @@ class BackwardKernel:
             for each in clearing:
                 each.wait(work, head_kv, batch)
             visit = work.visit(n_block, batch)
-            if const_expr(self.config.walks_back):
-                state = load_back(work, producer, sums, (head_kv, batch), seqlens, visit, state)
-            else:
-                for i in cutlass.range(work.heads_per_kv_head, unroll=1):
-                    head = head_kv * work.heads_per_kv_head + i
-                    of_head = work.visit_of_head(visit, (batch, head, n_block))
-                    first_tile = work.first_tile(head_kv, batch) + i * work.m_end
-                    of_head_sums = tuple((mdQ, first_tile) for mdQ in sums)
-                    state = producer.load_queries(head, seqlens, of_head, state, of_head_sums)
+            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+                head = head_kv * work.heads_per_kv_head + i
+                of_head = work.visit_of_head(visit, (batch, head, n_block))
+                first_tile = work.first_tile(head_kv, batch) + i * work.m_end
+                of_head_sums = tuple((mdQ, first_tile) for mdQ in sums)
+                state = producer.load_queries(head, seqlens, of_head, state, of_head_sums)
             tile = work.claim(mail_state)
             mail_state.advance()
         work.finish(sent)
@@ -361,45 +357,41 @@ class BackwardKernel:
             consumer.clear()
             kv_state = state_of(1, visited)
             consumer.pipes.kv.consumer_wait(kv_state)
-            if const_expr(c.walks_back):
-                scores = rules.for_head(mask, head_kv, batch)
-                state = walk_back(work, consumer, scores, (n_block, head_kv, batch), visit, wg, state)
-            else:
-                for i in cutlass.range(work.heads_per_kv_head, unroll=1):
-                    first_tile = work.first_tile(head_kv, batch) + i * work.m_end
-                    head = head_kv * work.heads_per_kv_head + i
-                    scores = rules.for_head(mask, head, batch)
-                    of_head = work.visit_of_head(visit, (batch, head, n_block))
-                    # Query tiles that a causal mask or the end of the sequence cuts, those that see all keys of the
-                    # tile, and those from which a window's left side cuts some.
-                    for place in cutlass.range(of_head.begin, of_head.unmasked, unroll=1):
-                        m_block, in_block = of_head.number(place), of_head.masked(scores, place)
-                        in_head = m_block, head, batch
-                        if const_expr(c.hides_blocks and work.window.has_right):
-                            if work.comes_before(m_block, n_block * c.consumers + wg, batch):
-                                consumer.hidden_block(self._query_tile(first_tile + m_block, in_head), state)
-                            else:
-                                of_dq = self._query_tile(first_tile + m_block, in_head)
-                                consumer.block(in_block, m_block, of_dq, state, True)
+            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+                first_tile = work.first_tile(head_kv, batch) + i * work.m_end
+                head = head_kv * work.heads_per_kv_head + i
+                scores = rules.for_head(mask, head, batch)
+                of_head = work.visit_of_head(visit, (batch, head, n_block))
+                # Query tiles that a causal mask or the end of the sequence cuts, those that see all keys of the tile,
+                # and those from which a window's left side cuts some.
+                for place in cutlass.range(of_head.begin, of_head.unmasked, unroll=1):
+                    m_block, in_block = of_head.number(place), of_head.masked(scores, place)
+                    in_head = m_block, head, batch
+                    if const_expr(c.hides_blocks and work.window.has_right):
+                        if work.comes_before(m_block, n_block * c.consumers + wg, batch):
+                            consumer.hidden_block(self._query_tile(first_tile + m_block, in_head), state)
                         else:
                             of_dq = self._query_tile(first_tile + m_block, in_head)
-                            consumer.block(in_block, m_block, of_dq, state, not c.block_lists)
-                        state.advance()
-                    for place in cutlass.range(of_head.unmasked, of_head.left_masked, unroll=1):
-                        m_block, in_block = of_head.number(place), of_head.fully_seen(scores)
-                        of_dq = self._query_tile(first_tile + m_block, (m_block, head, batch))
-                        consumer.block(in_block, m_block, of_dq, state, False)
-                        state.advance()
-                    if const_expr(work.window.has_left):
-                        for m_block in cutlass.range(visit.left_masked, visit.end, unroll=1):
-                            if const_expr(c.hides_blocks):
-                                if work.comes_behind(m_block, n_block * c.consumers + wg, batch):
-                                    consumer.hidden_block(first_tile + m_block, state)
-                                else:
-                                    consumer.block(scores, m_block, first_tile + m_block, state, True)
+                            consumer.block(in_block, m_block, of_dq, state, True)
+                    else:
+                        of_dq = self._query_tile(first_tile + m_block, in_head)
+                        consumer.block(in_block, m_block, of_dq, state, not c.block_lists)
+                    state.advance()
+                for place in cutlass.range(of_head.unmasked, of_head.left_masked, unroll=1):
+                    m_block, in_block = of_head.number(place), of_head.fully_seen(scores)
+                    of_dq = self._query_tile(first_tile + m_block, (m_block, head, batch))
+                    consumer.block(in_block, m_block, of_dq, state, False)
+                    state.advance()
+                if const_expr(work.window.has_left):
+                    for m_block in cutlass.range(visit.left_masked, visit.end, unroll=1):
+                        if const_expr(c.hides_blocks):
+                            if work.comes_behind(m_block, n_block * c.consumers + wg, batch):
+                                consumer.hidden_block(first_tile + m_block, state)
                             else:
                                 consumer.block(scores, m_block, first_tile + m_block, state, True)
-                            state.advance()
+                        else:
+                            consumer.block(scores, m_block, first_tile + m_block, state, True)
+                        state.advance()
             consumer.pipes.kv.consumer_release(kv_state)
             last = self._last_block(state)
             epilogue.store(consumer, last, (n_block, head_kv, seqlens))

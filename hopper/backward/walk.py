@@ -9,15 +9,80 @@ the middle of the first.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, const_expr, pipeline
 from cutlass.pipeline import PipelineState
 
-from cute_kernels.key_score_tile import KeyScoreTile
+from cute_kernels.fragments import first_column_of_thread, first_row_of_thread
+from cute_kernels.key_mask import KeyMask
+from cute_kernels.key_score_tile import KeyRules, KeyScoreTile
 from cute_kernels.query_range import Visit
 from cute_kernels.seqlen import SeqlenInfo
-from hopper.backward.consumer import BackwardConsumer
+from cute_kernels.tile_scheduler import MAILBOX_STAGES
+from hopper.backward.consumer import BackwardConsumer, previous_stage
+from hopper.backward.epilogue import BackwardEpilogue
+from hopper.backward.exchange import state_of
+from hopper.backward.kernel import BackwardKernel
 from hopper.backward.producer import BackwardProducer
 from hopper.backward.work import BackwardWork
+from hopper.config import WARPGROUP_ROWS
+from hopper.tiles import WARPS_PER_WARPGROUP
+
+
+class WalkingBackwardKernel(BackwardKernel):
+    """``BackwardKernel`` of plain causal problems with ``walks_back``: roles, registers, pipelines and barriers are as
+    there. The order of tiles is free, and dQ is added up in any."""
+
+    @cute.jit
+    def _produce(self, work: BackwardWork, producer: BackwardProducer, sums: tuple, clearing: tuple = ()):
+        loading = pipeline.PipelineUserType.Producer
+        kv_state = pipeline.make_pipeline_state(loading, 1)
+        mail_state = pipeline.make_pipeline_state(loading, MAILBOX_STAGES)
+        state = pipeline.make_pipeline_state(loading, self.config.stages)
+        tile = work.scheduler.first()
+        while tile < work.num_tiles:
+            n_block, head_kv, batch = work.coordinates(tile)
+            seqlens = work.seqlens.of(batch)
+            producer.load_keys(n_block, work.head_of_keys(head_kv), seqlens, kv_state)
+            kv_state.advance()
+            visit = work.visit(n_block, batch)
+            state = load_back(work, producer, sums, (head_kv, batch), seqlens, visit, state)
+            tile = work.scheduler.claim(mail_state)
+            mail_state.advance()
+        work.scheduler.finish()
+
+    @cute.jit
+    def _consume(
+        self,
+        work: BackwardWork,
+        consumer: BackwardConsumer,
+        epilogue: BackwardEpilogue,
+        rules: KeyRules,
+        warp_idx: Int32,
+    ):
+        c, receiving = self.config, pipeline.PipelineUserType.Consumer
+        lane = cute.arch.lane_idx()
+        wg = warp_idx // WARPS_PER_WARPGROUP - 1
+        key_in_tile = wg * WARPGROUP_ROWS + first_row_of_thread(warp_idx % WARPS_PER_WARPGROUP, lane)
+        state = pipeline.make_pipeline_state(receiving, c.stages)
+        visited = Int32(0)
+        consumer.dq.clear()
+        tile = work.scheduler.first()
+        while tile < work.num_tiles:
+            n_block, head_kv, batch = work.coordinates(tile)
+            visit = work.visit(n_block, batch)
+            key = n_block * c.tile_n + key_in_tile
+            seqlens = work.seqlens.of(batch)
+            mask = KeyMask(work.window, c.tile_m, seqlens, key, first_column_of_thread(lane))
+            consumer.clear()
+            kv_state = state_of(1, visited)
+            consumer.pipes.kv.consumer_wait(kv_state)
+            scores = rules.for_head(mask, head_kv, batch)
+            state = walk_back(work, consumer, scores, (n_block, head_kv, batch), visit, wg, state)
+            consumer.pipes.kv.consumer_release(kv_state)
+            epilogue.store(consumer, self._last_block(state), (n_block, head_kv, seqlens))
+            tile = work.scheduler.receive(state_of(MAILBOX_STAGES, visited))
+            visited += 1
+        consumer.dq.finish(previous_stage(c, state.index), state)
 
 
 @cute.jit
