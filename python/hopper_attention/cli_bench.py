@@ -45,8 +45,8 @@ Inputs = Literal["normal", "peaky"]
 Shapes = Annotated[
     str,
     typer.Option(
-        help="paper (36 cells), ablation, or names such as bf16-b4-s8192-h16-d128-causal, comma-separated; "
-        "empty: what the benchmark promises something about."
+        help="paper (36 cells), ablation, random:40 or random:40:7 (so many drawn by a seed), or names such as "
+        "bf16-b4-s8192-h16-d128-causal, comma-separated; empty: what the benchmark promises something about."
     ),
 ]
 Peers = Annotated[str, typer.Option(help="Comma-separated; empty: those that are usually compared.")]

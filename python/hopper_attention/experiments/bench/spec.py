@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import re
 from dataclasses import dataclass, replace
 
@@ -146,11 +148,71 @@ ODD_SHAPES: tuple[Problem, ...] = (
 """Beside the paper's grid: short ones, odd sizes, and its longest ones, which stand beside a matrix product."""
 
 
+RANDOM_HEAD_DIMS = (64, 64, 128, 128, 128, 256, 96, 192)
+"""As often as models have them, about."""
+
+RANDOM_HEADS = (
+    *((8, 8), (16, 16), (12, 12), (32, 32), (20, 20), (5, 5)),
+    *((32, 8), (16, 2), (24, 8), (40, 8), (64, 8), (28, 4), (16, 1), (3, 1)),
+)
+"""Of queries and of keys."""
+
+MOST_BATCH, LEAST_SEQLEN, MOST_SEQLEN = 40, 257, 16_384
+MOST_PAIRS = 4e9
+"""Pairs of a query and a key in all heads, of 128 columns: some milliseconds of an H200."""
+
+MOST_ELEMENTS = 2**28
+"""Of q, and of k and v."""
+
+WHOLE, OTHER_KEYS = 0.4, 0.25
+"""How often lengths are whole tiles, and how often keys are not as many as queries."""
+
+RANDOM = re.compile(r"random:(?P<count>[1-9]\d*)(?::(?P<seed>\d+))?")
+
+
+def random_problems(count: int, seed: int, dtype: str = "bfloat16") -> tuple[Problem, ...]:
+    """So many that differ. The first of them are the same for a seed, however many are asked for."""
+    found: dict[Problem, None] = {}
+    number = 0
+    while len(found) < count:
+        found[_draw(random.Random(f"{seed} {number}"), dtype)] = None
+        number += 1
+    return tuple(found)
+
+
+def _draw(chance: random.Random, dtype: str) -> Problem:
+    head_dim, (heads, heads_kv) = chance.choice(RANDOM_HEAD_DIMS), chance.choice(RANDOM_HEADS)
+    batch = _between(chance, 1, MOST_BATCH)
+    seqlen_q = _between(chance, LEAST_SEQLEN, MOST_SEQLEN)
+    if chance.random() < WHOLE:
+        seqlen_q = max(seqlen_q // 128 * 128, 384)
+    ratio = chance.uniform(0.2, 3) if chance.random() < OTHER_KEYS else 1.0
+    while _is_large(batch, seqlen_q, ratio, heads * head_dim):
+        batch, seqlen_q = (batch // 2, seqlen_q) if batch > 1 else (batch, seqlen_q // 2)
+    seqlen_k = max(int(seqlen_q * ratio), 1)
+    sizes = batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim
+    return Problem(dtype, *sizes, causal=chance.random() < 0.5)
+
+
+def _between(chance: random.Random, least: int, most: int) -> int:
+    """As likely to be in one octave as in another."""
+    return int(math.exp(chance.uniform(math.log(least), math.log(most + 1))))
+
+
+def _is_large(batch: int, seqlen: int, ratio: float, width: int) -> bool:
+    pairs = batch * seqlen * seqlen * ratio * width / 128
+    return pairs > MOST_PAIRS or batch * seqlen * max(ratio, 1.0) * width > MOST_ELEMENTS
+
+
 def parse_shapes(text: str) -> tuple[Problem, ...]:
     """Comma-separated problems; ``paper`` stands for the 36 cells, ``ablation`` for the ablation's shape, ``odd`` for
-    ODD_SHAPES."""
+    ODD_SHAPES, ``random:COUNT`` or ``random:COUNT:SEED`` for so many ``random_problems``."""
     groups = {"paper": paper_grid(), "ablation": (ABLATION,), "odd": ODD_SHAPES}
     problems: list[Problem] = []
-    for part in text.split(","):
-        problems += groups[part.strip()] if part.strip() in groups else [parse_problem(part)]
+    for part in map(str.strip, text.split(",")):
+        drawn = RANDOM.fullmatch(part)
+        if drawn:
+            problems += random_problems(int(drawn["count"]), int(drawn["seed"] or 0))
+        else:
+            problems += groups[part] if part in groups else [parse_problem(part)]
     return tuple(dict.fromkeys(problems))
