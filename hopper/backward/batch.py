@@ -26,11 +26,12 @@ from hopper.tiles import ragged_view
 TAIL_HEADS = 4
 TAIL_ROWS = 65536
 """Key/value heads at the end of a launch whose shorter tiles come last (``TailedTileOrder``): those of TAIL_ROWS rows
-of queries, and TAIL_HEADS at least. More of them share too little in L2."""
+of queries, and TAIL_HEADS at least, but see CTAS_UNDER_WAY. More of them share too little in L2."""
 
 CTAS_UNDER_WAY = 132
-"""On an H100 or H200. Under a causal mask alone a tail of dense heads that several of Q share has a key tile for each:
-CTAs come to it at times that differ by up to a longest tile, as its tiles do (``backward_shared_tails.json``)."""
+"""On an H100 or H200. Under a causal mask alone, where several heads of Q share one of K, the tail of a dense launch
+has at least so many key tiles: CTAs come to it at times that differ by up to a longest tile, as its tiles do
+(``backward_shared_tails.json``)."""
 
 SHORT_ROWS = 1024
 """Rows of queries of a key/value head, up to which half as many heads come last in a fixed order

@@ -3,8 +3,8 @@
 Under a causal mask each key tile begins at its diagonal, and all end at the last query tile. CTAs that have key tiles
 of one head of K and V should meet the same tiles of Q, dO and dQ at the same time, so that these are in L2. So they
 walk from the last query tile, where none is ahead of the others, and visit it for one query head after the other before
-they go to the one before it: with a head at a time a short key tile would come to the second head when a long one is in
-the middle of the first.
+they go to the query tile in front of it: with a head at a time a short key tile would come to the second head when a
+long one is in the middle of the first.
 """
 
 import cutlass

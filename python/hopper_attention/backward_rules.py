@@ -65,8 +65,8 @@ less."""
 
 HEADS_TO_WALK_BACK = 4
 """Query heads that share a head of K and V in a CTA, from which on key tiles walk back under a causal mask. With one
-they took 3 to 4 % longer so, as all add to the same dQ at a time, with two 1 %, and with 4 to 12 by the mean 3 % less
-(`backward_shared_tails.json`)."""
+they took 2.5 to 4.5 % longer so, as all add to the same dQ at a time, a single shape with two 1 %, and with 4 to 12 by
+the mean 3 % less (`backward_shared_tails.json`)."""
 
 
 class BackwardProblem(NamedTuple):
