@@ -30,7 +30,8 @@ from hopper.tiles import WARPS_PER_WARPGROUP
 
 class WalkingBackwardKernel(BackwardKernel):
     """``BackwardKernel`` of plain causal problems with ``walks_back``: roles, registers, pipelines and barriers are as
-    there. The order of tiles is free, and dQ is added up in any."""
+    there. The order of tiles is free, and dQ is added up in any. What stands around a walk is written here again, since
+    a branch there, though decided when a kernel is traced, changes the machine code of all others."""
 
     @cute.jit
     def _produce(self, work: BackwardWork, producer: BackwardProducer, sums: tuple, clearing: tuple = ()):
