@@ -19,6 +19,7 @@ from cute_kernels.problem import DENSE, MAX_SEQLEN, VARLEN
 from hopper.backward.config import (
     MAX_UNPAIRED_HEAD_DIM,
     BackwardConfig,
+    can_walk_back,
     check_backward_size,
     fit_one_tile,
     fit_strips,
@@ -206,7 +207,7 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
         return select_one_tile_config(*options)
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
-        walks_back = p.walks_back and not p.is_packed
+        walks_back = p.walks_back and can_walk_back(hopper)
         hopper = replace(hopper, divides_heads=p.divides_heads, walks_back=walks_back)
         if p.keys != "many":
             hopper = replace(hopper, few_keys=p.keys == "few", clears_ahead=False)
@@ -285,14 +286,10 @@ def are_short(seqlens: tuple[int, int], head_dim: int) -> bool:
 
 
 def walk_back(problem: BackwardProblem) -> bool:
-    """Whether key tiles walk from the last query tile back, over all query heads of each, where the Hopper kernels have
-    that: a causal mask alone, plain scores and sums of dQ in any order."""
+    """Whether so many query heads share a head of K and V in a CTA, with plain scores, that key tiles are to walk from
+    the last query tile back, over all of these heads, where a kernel can (``can_walk_back``)."""
     p, heads, kv_heads = problem, problem.q_shape[2], problem.k_shape[2]
-    is_free = p.causal and not (p.deterministic or p.has_window or p.has_chunk or p.in_strips or p.one_tile)
-    is_narrow = max(p.q_shape[3], p.v_shape[3]) <= MAX_UNPAIRED_HEAD_DIM
-    return (
-        is_free and is_narrow and p.scores == PLAIN and heads >= HEADS_TO_WALK_BACK * kv_heads * p.head_parts
-    )
+    return p.scores == PLAIN and heads >= HEADS_TO_WALK_BACK * kv_heads * p.head_parts
 
 
 def in_one_tile(problem: BackwardProblem) -> BackwardProblem:

@@ -17,7 +17,7 @@ from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
 from cute_kernels.problem import VARLEN
 from cute_kernels.rotation.config import RotationConfig
-from hopper.backward.config import can_walk_back, gains_by_clearing_ahead
+from hopper.backward.config import BackwardConfig, can_walk_back, gains_by_clearing_ahead
 from hopper.compile import HOPPER_ARCH
 from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
@@ -316,8 +316,9 @@ def of_shared_keys(model: ModelShape, target: Target) -> Iterator[Any]:
     for causal, sides in model.masks:
         problem = BackwardProblem(q, k, v, model.dtype, causal, False, sides != FULL_SIDES, model.scores)
         choice = backward_rules.choose_for(problem.kind, target, None)
-        if problem.kind.walks_back and choice.backend == "hopper":
-            yield backward_rules.select_for(problem.kind, choice.backend, target.capability)
+        if choice.backend in KERNELS:
+            config = backward_rules.select_for(problem.kind, choice.backend, target.capability)
+            yield from (config,) if isinstance(config, BackwardConfig) and config.walks_back else ()
 
 
 def of_divided_heads(model: ModelShape, target: Target) -> Iterator[Any]:

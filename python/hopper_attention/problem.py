@@ -110,8 +110,8 @@ class GradientProblem(AttentionProblem):
         in_strips: window, lengths and heads are such that a kernel can write dQ itself (``backward_rules.in_strips``).
         one_tile: the keys are so few that a kernel needs none beside it (``backward_rules.in_one_tile``).
         divides_heads: the query heads of a head of K and V are shared out (``head_parts.with_head_parts``).
-        walks_back: so many query heads share a head of K and V in a CTA that it visits them all at a time
-            (``backward_rules.walk_back``).
+        walks_back: so many query heads share a head of K and V in a CTA that it is to visit them all at a time, where
+            a kernel can (``backward_rules.walk_back``).
         keys: of packed sequences, what the bound of their lengths says of the kernel (``backward_rules.keys_within``).
     """
 

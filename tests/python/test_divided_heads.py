@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_kernels.backward.step import SCHEDULER_WORDS, BackwardStep
+from hopper.backward.config import can_walk_back
 from hopper_attention import compile_cache, explain
 from hopper_attention.backends import HOPPER_CAPABILITY
 from hopper_attention.backward_rules import (
@@ -85,7 +86,7 @@ def test_how_many_parts(asked: BackwardProblem, parts: int) -> None:
     found = with_head_parts(asked, FULL_SIDES)
     assert found == asked._replace(head_parts=parts) and found.kind.divides_heads == (parts > 1)
     config = select_config(asked, "hopper", HOPPER_CAPABILITY)
-    expected = replace(config, divides_heads=parts > 1, walks_back=walk_back(found))
+    expected = replace(config, divides_heads=parts > 1, walks_back=walk_back(found) and can_walk_back(config))
     assert select_config(found, "hopper", HOPPER_CAPABILITY) == expected
 
 
@@ -116,7 +117,6 @@ def test_many_heads_that_share_keys_are_walked_over_together(
 ) -> None:
     options = {"batch": 2, "seqlens": 2048, "head_dim": 128} | changed
     asked = problem(heads=heads, **options)._replace(head_parts=head_parts)
-    assert asked.kind.walks_back == walks
     config = select_config(asked, "hopper", HOPPER_CAPABILITY)
     assert config.walks_back == walks and config.divides_heads == (head_parts > 1)
     packed = select_for(replace(asked.kind, is_packed=True), "hopper", HOPPER_CAPABILITY)
@@ -347,14 +347,14 @@ def test_what_calls_of_a_model_ask_for_is_compiled_ahead(model: ModelShape) -> N
                 asked.add(with_head_parts(in_faster_order(dense), FULL_SIDES).kind)
                 for longest in (seqlen, 2 * seqlen):
                     keys = keys_within(longest, False)
-                    packed = replace(dense.kind, walks_back=False, is_packed=True, keys=keys)
+                    packed = replace(dense.kind, is_packed=True, keys=keys)
                     shapes = ((batch * seqlen, of, model.head_dim) for of in heads)
                     sizes = PackedSizes(*shapes, batch, (longest, longest))
                     elements = batch * seqlen * heads[0] * model.head_dim
                     packed = packed_in_faster_order(packed, elements, sizes.bounds)
                     asked.add(packed_with_head_parts(packed, sizes, FULL_SIDES)[0])
-    divided = [kind for kind in asked if kind.divides_heads or kind.walks_back]
-    configs = [select_for(kind, "hopper", HOPPER_CAPABILITY) for kind in divided]
+    found = (select_for(kind, "hopper", HOPPER_CAPABILITY) for kind in asked)
+    configs = [config for config in found if config.divides_heads or config.walks_back]
     steps = [BackwardStep(step, config) for config in configs for step in ("prepare", "finish")]
     assert configs and {c.name for c in (*configs, *steps)} <= ahead
 

@@ -1,4 +1,4 @@
-"""Problems of the benchmarks: their sizes, their names, and the shapes of the paper. Nothing here needs torch."""
+"""Problems of the benchmarks: sizes, names, the shapes of the paper, and random ones. Nothing here needs torch."""
 
 from __future__ import annotations
 

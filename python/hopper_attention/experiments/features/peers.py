@@ -292,11 +292,7 @@ def describe_gradient(
     q_shape, k_shape = ((len(w.lengths), w.longest, of, w.head_dim) for of in (w.heads, w.heads_kv))
     shapes = q_shape, k_shape, k_shape
     asked = BackwardProblem(*shapes, inputs.q.dtype, w.causal, has_window=w.has_window, scores=scores)
-    problem = (
-        replace(asked.kind, walks_back=False, is_packed=True)
-        if is_packed
-        else in_strips(asked, (*w.window, 0)).kind
-    )
+    problem = replace(asked.kind, is_packed=True) if is_packed else in_strips(asked, (*w.window, 0)).kind
     target = target_of(inputs.q.device)
     choice = choose_for(problem, target, backend)
     if choice.backend not in KERNELS:
