@@ -1,15 +1,14 @@
 """One small case of every shipped kernel, for compute-sanitizer.
 
-    compute-sanitizer --tool memcheck  python benchmarks/sanitize.py
+    compute-sanitizer --tool memcheck --report-api-errors no python benchmarks/sanitize.py
     compute-sanitizer --tool racecheck python benchmarks/sanitize.py --family forward --config d128_causal
 
 Families are forward, paged, decode, wide, fp8, fp8-two-level, fp8-exact-lse, fp8-runs, quantize, value-mean, backward,
-packed-backward, divided-heads, few-keys and few-blocks, and without WGMMA ampere_forward and ampere_backward.
+packed-backward, divided-heads, divided-visits, few-keys, few-blocks, and without WGMMA ampere_forward, ampere_backward.
 No kernel but ours runs on the GPU: inputs, poison and the check of the result live on the CPU, because every kernel is
 slow under the tool. Each case of attention has three blocks of keys, the last one partial, a partial tile of queries,
-two heads on one KV head, and where the grid is persistent two CTAs or one for four tiles, so that shared memory is
-reused across tiles. Compile first (``hopper-attention compile``, and again with ``--arch sm_90a``), or the tool watches
-the compiler too. With ``--report-api-errors no`` it leaves out what cuda-python asks the driver for in vain.
+two heads on one KV head, and two CTAs or one for four tiles, so that shared memory is used again. Compile first
+(``hopper-attention compile``, and with ``--arch sm_90a``), or the tool watches the compiler too.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.few_blocks_case import few_blocks_configs, run_few_blocks_case
+from benchmarks.pieces_case import pieces_configs, run_pieces_case
 from cute_kernels.ampere.backward.config import AmpereBackwardConfig, shipped_ampere_backward_configs
 from cute_kernels.ampere.config import AmpereForwardConfig, shipped_ampere_forward_configs
 from cute_kernels.backward.step import FEW_KEYS
@@ -564,6 +564,7 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
     "backward": (shipped_backward_configs, run_backward_case),
     "packed-backward": (packed_backward_configs, run_packed_backward_case),
     "divided-heads": (divided_heads_configs, run_divided_heads_case),
+    "divided-visits": (pieces_configs, run_pieces_case),
     "few-keys": (few_keys_configs, run_few_keys_case),
     "few-blocks": (few_blocks_configs, run_few_blocks_case),
     "ampere_forward": (partial(shipped_ampere_forward_configs, (HOPPER_ARCH,)), run_case),
@@ -572,15 +573,14 @@ FAMILIES: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[Any, str], st
 
 
 def main(arguments: list[str]) -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--family", choices=FAMILIES, help="only these kernels")
     parser.add_argument("--config", default="", help="only configs whose name holds this")
     parser.add_argument("--list", action="store_true", help="print the configs' names and stop")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args(arguments)
-    families = [FAMILIES[options.family]] if options.family else FAMILIES.values()
-    cases = [(config, run) for find, run in families for config in find() if options.config in config.name]
+    asked = [FAMILIES[options.family]] if options.family else FAMILIES.values()
+    cases = [(config, run) for find, run in asked for config in find() if options.config in config.name]
     if not cases:
         parser.error(f"--config is {options.config!r}, allowed: a part of a name that --list shows")
     if options.list:

@@ -82,6 +82,13 @@ def divided_tensors(config: Any, batch: tuple) -> tuple:
     return tuple(strided(Float32, shape, 4) for _ in range(2))
 
 
+def piece_tensors(config: Any) -> tuple:
+    """What a kernel that ``divides_visits`` leaves of divided key tiles: parts of dK and dV, (tiles, pieces, parts of a
+    tile, words), and where these tiles lie."""
+    shape = cute.sym_int(), cute.sym_int(), config.dq_parts, config.dk_words
+    return *(strided(Float32, shape, 4) for _ in range(2)), words(cute.sym_int())
+
+
 def one_tile_tensors(config: Any) -> tuple:
     """The same with dq like q, and out in the place of delta."""
     q, k, v, dout, lse, _, *rest = backward_tensors(config, sums_of_dq=False)

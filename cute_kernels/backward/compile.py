@@ -7,12 +7,14 @@ from cute_kernels.arguments import (
     VECTOR_ELEMENTS,
     compile_for_torch,
     divided_tensors,
+    piece_tensors,
     plan_argument,
     strided,
     words,
 )
 from cute_kernels.backward.finish import FinishKernel, PackedFinishKernel
 from cute_kernels.backward.finish_divided import DividedFinishKernel, PackedDividedFinishKernel
+from cute_kernels.backward.finish_pieces import PieceFinishKernel
 from cute_kernels.backward.prepare import WORDS, PackedPrepareKernel, PrepareKernel
 from cute_kernels.backward.step import BackwardStep, DividedConfig, SteppedConfig
 from cute_kernels.dtypes import DSL_DTYPES
@@ -57,6 +59,8 @@ def compile_finish(config: SteppedConfig, options: str = ""):
     """
     if config.divides_heads:
         return compile_divided_finish(config, options)
+    if config.divides_visits:
+        return compile_piece_finish(config, options)
     b, sq, h, tiles = (cute.sym_int() for _ in range(4))
     d = cute.sym_int(divisibility=VECTOR_ELEMENTS)
     return compile_for_torch(
@@ -83,6 +87,28 @@ def compile_divided_finish(config: DividedConfig, options: str = ""):
         strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
         strided(dtype, (b, sq, h, columns[0]), VECTOR_ELEMENTS),
         *divided_tensors(config, (b,)),
+        *(strided(dtype, (b, sk, kv_heads, width), VECTOR_ELEMENTS) for width in columns[1:]),
+        Float32(0.0),
+        options=options,
+    )
+
+
+def compile_piece_finish(config: DividedConfig, options: str = ""):
+    """The same of a kernel that ``divides_visits``:
+    ``fn(sums, dq, key_sums, value_sums, places, dk, dv, softmax_scale)``.
+
+    key_sums, value_sums and places are what the kernel has left of the key tiles that it divides, float32 (divided
+    tiles, pieces, dq_parts, dk_words) in the order of ``config.dk_order``, and int32, three for each. dk (b, sk,
+    kv_heads, d) and dv in the config's dtype are written in these tiles alone.
+    """
+    dtype = DSL_DTYPES[config.dtype]
+    b, sq, h, tiles, sk, kv_heads = (cute.sym_int() for _ in range(6))
+    columns = [cute.sym_int(divisibility=VECTOR_ELEMENTS) for _ in range(3)]
+    return compile_for_torch(
+        PieceFinishKernel(config),
+        strided(Float32, (b, h, tiles, config.dq_parts, config.dq_words), 4),
+        strided(dtype, (b, sq, h, columns[0]), VECTOR_ELEMENTS),
+        *piece_tensors(config),
         *(strided(dtype, (b, sk, kv_heads, width), VECTOR_ELEMENTS) for width in columns[1:]),
         Float32(0.0),
         options=options,

@@ -63,6 +63,9 @@ class SteppedConfig(Protocol):
     def divides_heads(self) -> bool: ...
 
     @property
+    def divides_visits(self) -> bool: ...
+
+    @property
     def dq_order(self) -> WordOrder: ...
 
     def step_name(self, step: str) -> str:
@@ -70,7 +73,7 @@ class SteppedConfig(Protocol):
 
 
 class DividedConfig(SteppedConfig, Protocol):
-    """The same of a kernel that ``divides_heads``, for dK and dV."""
+    """The same of a kernel that ``divides_heads`` or ``divides_visits``, for dK and dV."""
 
     @property
     def tile_n(self) -> int: ...

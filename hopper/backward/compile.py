@@ -9,6 +9,7 @@ from cute_kernels.arguments import (
     mask_arguments,
     one_tile_tensors,
     philox_argument,
+    piece_tensors,
     plan_arguments,
     query_lists_argument,
     slopes_argument,
@@ -17,6 +18,7 @@ from hopper.backward.config import BackwardConfig, PairedBackwardConfig
 from hopper.backward.kernel import BackwardKernel, GeneralBackwardKernel
 from hopper.backward.one_tile import OneTileBackwardKernel
 from hopper.backward.pair_kernel import GeneralPairedBackwardKernel, PairedBackwardKernel
+from hopper.backward.piece_kernel import PieceBackwardKernel
 from hopper.backward.strip_kernel import StripBackwardKernel
 from hopper.backward.walk import WalkingBackwardKernel
 
@@ -40,7 +42,10 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     ``config.strips`` or ``config.one_tile`` it is like q, and written. With ``config.one_tile`` lse is in base e, not
     padded and -inf for rows without keys, and in the place of delta comes out, like dout. With ``config.divides_heads``
     dk and dv are float32 (b, hk * parts, key tiles, dq_parts, dk_words), contiguous, and written in the order of
-    ``config.dk_order``: those of a part of the query heads of each head of K and V, for any number of parts.
+    ``config.dk_order``: those of a part of the query heads of each head of K and V, for any number of parts. With
+    ``config.divides_visits`` dv is followed by key_sums and value_sums, float32 (divided tiles, pieces, dq_parts,
+    dk_words), which are written like that, and places, int32, three for each of these tiles; and softmax_scale by the
+    number of the first of them.
 
     With the layout "varlen" q and dout are (total_q, h, ...), k, v, dk and dv (total_k, hk, ...), lse and delta (h,
     tiles * tile_m), dq (h, tiles, dq_parts, dq_words). tiles is ``plan_entries`` of total_q, batch and tile_m: each
@@ -53,6 +58,9 @@ def compile_backward(config: BackwardConfig, options: str = ""):
     is_paired = isinstance(c, PairedBackwardConfig)
     tensors = one_tile_tensors(c) if c.one_tile else backward_tensors(c, not c.strips)
     ctas = (Int32(1),) if c.is_persistent else ()
+    if c.divides_visits:
+        tensors = *tensors[:-1], *piece_tensors(c), tensors[-1]
+        return compile_for_torch(PieceBackwardKernel(c), *tensors, scale, Int32(0), *ctas, options=options)
     if c.is_plain:
         plain = OneTileBackwardKernel if c.one_tile else BackwardKernel
         plain = WalkingBackwardKernel if c.walks_back else plain

@@ -35,9 +35,6 @@ SPILLING_HEAD_DIM = 96
 """At which couriers of packed sequences would spill with the registers of others, and consumers have some to spare."""
 TWO_CONSUMERS_OF_COURIERS = Registers(consumer=232, producer=40)
 
-LSE_ROWS = 4
-"""float32 of which TMA can address multiples alone."""
-
 CLUSTER_CTAS = 2
 """CTAs of a ``PairedBackwardConfig`` that work on the same queries."""
 
@@ -64,7 +61,8 @@ class BackwardConfig:
     sums held before does not matter: for ``ordered`` ones that a single launch makes. With ``divides_heads`` the query
     heads that share a head of K and V are divided among CTAs, as many as the launch says. Each leaves its dK and dV in
     float32, as its accumulators hold them (``dk_order``), and ``finish`` adds them up and rounds them. With
-    ``walks_back`` key tiles walk from the last query tile back, over all query heads of each (``walk.py``).
+    ``walks_back`` key tiles walk from the last query tile back, over all query heads of each (``walk.py``). With
+    ``divides_visits`` those key tiles that the launch says are shared by several CTAs (``pieces.py``).
     """
 
     dtype: str
@@ -91,6 +89,7 @@ class BackwardConfig:
     stores_first: bool = False
     divides_heads: bool = False
     walks_back: bool = False
+    divides_visits: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -274,7 +273,7 @@ class BackwardConfig:
         name = f"hopper_bwd_{step}_{SHORT_NAMES[self.dtype]}_d{columns}_m{self.tile_m}n{self.tile_n}"
         name = name if self.layout == DENSE else f"{name}_{self.layout}"
         if step != "prepare":
-            return name + "_divided" * self.divides_heads
+            return name + "_divided" * self.divides_heads + "_pieces" * self.divides_visits
         return name + "_clears" * self.clears_ahead + "_few" * self.few_keys + "_stores" * self.stores_first
 
     @property
@@ -306,6 +305,7 @@ class BackwardConfig:
         parts += ["tile"] if self.one_tile else []
         parts += ["stores"] if self.stores_first else []
         parts += ["divided"] * self.divides_heads + ["back"] * self.walks_back
+        parts += ["pieces"] * self.divides_visits
         return "_".join(parts)
 
 
@@ -454,6 +454,9 @@ def validate_backward_config(config: BackwardConfig) -> None:
     if c.walks_back and not can_walk_back(c):
         allowed = f"causal, plain, in any order, to head_dim {MAX_UNPAIRED_HEAD_DIM}"
         raise ValueError(f"walks_back is True in {c.name}, allowed: {allowed}")
+    if c.divides_visits and not can_divide_visits(c):
+        allowed = f"plain, in any order, to head_dim {MAX_UNPAIRED_HEAD_DIM}"
+        raise ValueError(f"divides_visits is True in {c.name}, allowed: {allowed}, with nothing else like it")
     if c.few_keys and c.layout == DENSE:
         raise ValueError(f"few_keys is True with layout {c.layout!r}, allowed: 'varlen'")
     if c.one_tile and (not c.is_plain or c.ordered or is_paired):
@@ -554,45 +557,11 @@ def can_walk_back(config: BackwardConfig) -> bool:
     return c.is_plain and c.causal and c.shortens and c.head_dim <= MAX_UNPAIRED_HEAD_DIM
 
 
-def select_strip_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
-    """The config with ``strips``, whose dQ has the same bits in every run, for problems that ``fit_strips``.
-
-    Raises:
-        ValueError: a head dimension is larger than the kernel takes.
-    """
-    config = select_backward_config(dtype, head_dim, head_dim_v, causal, window=True)
-    config = replace(config, strips=True, tile_m=WARPGROUP_ROWS)
-    validate_backward_config(config)
-    return config
-
-
-def fit_strips(config: BackwardConfig, sides: tuple[int, int], seqlens: tuple[int, int]) -> bool:
-    """Whether a config with strips serves a window of these sides, (left, right), for these lengths of Q and K: every
-    query sees the key that it is level with, and dQ of a query tile has parts from two key tiles at most."""
-    c, (seqlen_q, seqlen_k) = config, seqlens
-    whole_tiles = (-(-side // c.tile_m) * c.tile_m for side in sides)
-    is_level = seqlen_q <= seqlen_k and (seqlen_k - seqlen_q) % c.tile_m == 0
-    return is_level and min(sides) >= 0 and sum(whole_tiles) <= c.tile_n
-
-
-def select_one_tile_config(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> BackwardConfig:
-    """The config with ``one_tile``, whose dQ has the same bits in every run, for problems that ``fit_one_tile``.
-
-    Raises:
-        ValueError: a head dimension is larger than the kernel takes.
-    """
-    config = select_backward_config(dtype, head_dim, head_dim_v, causal)
-    config = replace(config, one_tile=True, tile_m=WARPGROUP_ROWS)
-    validate_backward_config(config)
-    return config
-
-
-def fit_one_tile(config: BackwardConfig, seqlens: tuple[int, int]) -> bool:
-    """Whether a config with ``one_tile`` serves these lengths of Q and K: its tile has all keys, every query tile sees
-    one of them, and TMA can address an LSE whose rows lie one behind the other."""
-    seqlen_q, seqlen_k = seqlens
-    sees_keys = not config.causal or seqlen_q <= seqlen_k
-    return 0 < seqlen_k <= config.tile_n and sees_keys and seqlen_q % LSE_ROWS == 0
+def can_divide_visits(config: BackwardConfig) -> bool:
+    """Whether ``divides_visits`` serves a config; it was not tried in pairs."""
+    c = config
+    is_other = c.one_tile or c.ordered or c.divides_heads or c.walks_back
+    return c.is_plain and not is_other and c.head_dim <= MAX_UNPAIRED_HEAD_DIM
 
 
 def check_backward_size(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:

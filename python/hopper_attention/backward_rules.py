@@ -21,9 +21,11 @@ from hopper.backward.config import (
     BackwardConfig,
     can_walk_back,
     check_backward_size,
+    select_backward_config,
+)
+from hopper.backward.written_configs import (
     fit_one_tile,
     fit_strips,
-    select_backward_config,
     select_one_tile_config,
     select_strip_config,
 )
@@ -70,12 +72,22 @@ they took 2.5 to 4.5 % longer so, as all add to the same dQ at a time, a single 
 the mean 3 % less (`backward_shared_tails.json`)."""
 
 
+class Division(NamedTuple):
+    """``tiles`` key tiles from number ``first`` on, of the order in which CTAs claim them, each divided into ``pieces``
+    of what it visits."""
+
+    first: int
+    tiles: int
+    pieces: int
+
+
 class BackwardProblem(NamedTuple):
     """Sizes and options of a 16-bit problem whose gradients are wanted.
 
     ``q_shape`` (batch, seqlen_q, heads, head_dim), ``k_shape`` and ``v_shape`` (batch, seqlen_k, kv_heads, ...).
     ``deterministic`` asks for gradients of the same bits in every run. ``has_window``, ``has_chunk`` and ``scores`` as
-    in ``AttentionProblem``, ``in_strips`` and ``one_tile`` as in ``GradientProblem``.
+    in ``AttentionProblem``, ``in_strips`` and ``one_tile`` as in ``GradientProblem``. ``head_parts`` and ``division``
+    say what CTAs share of a key tile (``visit_pieces.with_shares``).
     """
 
     q_shape: tuple[int, ...]
@@ -90,6 +102,7 @@ class BackwardProblem(NamedTuple):
     in_strips: bool = False
     one_tile: bool = False
     head_parts: int = 1
+    division: Division | None = None
 
     @property
     def kind(self) -> GradientProblem:
@@ -108,7 +121,8 @@ class BackwardProblem(NamedTuple):
             in_strips=self.in_strips,
             one_tile=self.one_tile,
             divides_heads=self.head_parts > 1,
-            walks_back=walk_back(self),
+            walks_back=self.division is None and walk_back(self),
+            divides_visits=self.division is not None,
         )
 
 
@@ -208,7 +222,8 @@ def select_for(problem: GradientProblem, backend: str, capability: tuple[int, ..
     if backend == "hopper":
         hopper = replace(select_backward_config(*options, *features, *changes), chunk=p.has_chunk)
         walks_back = p.walks_back and can_walk_back(hopper)
-        hopper = replace(hopper, divides_heads=p.divides_heads, walks_back=walks_back)
+        hopper = replace(hopper, divides_heads=p.divides_heads, divides_visits=p.divides_visits)
+        hopper = replace(hopper, walks_back=walks_back)
         if p.keys != "many":
             hopper = replace(hopper, few_keys=p.keys == "few", clears_ahead=False)
         if p.keys == "few":

@@ -39,7 +39,6 @@ from hopper_attention.forward_rules import (
     takes_wide_values,
 )
 from hopper_attention.functions import MaskMod, ScoreMod
-from hopper_attention.head_parts import with_head_parts
 from hopper_attention.layout import copy_reason
 from hopper_attention.machine import BackendStatus, Gpu, Machine, Missing, describe_machine
 from hopper_attention.masks import UNLIMITED, MaskSpec
@@ -48,6 +47,7 @@ from hopper_attention.qv import check_qv, check_qv_scores, fold, folds_heads
 from hopper_attention.scores import NO_SCORES, ScoreKind, Scores, check_scores
 from hopper_attention.torch_rules import TorchConfig, why_not_torch
 from hopper_attention.value_parts import needs_parts, part_widths
+from hopper_attention.visit_pieces import with_shares
 
 __all__ = [
     "BackendStatus",
@@ -286,7 +286,7 @@ def explain(
             gradient = backward_rules.in_faster_order(gradient)
         gradient = backward_rules.in_one_tile(gradient)
         if choice.backend == "hopper":
-            gradient = with_head_parts(gradient, mask.sides)
+            gradient = with_shares(gradient, mask.sides)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif qv is not None:

@@ -23,7 +23,7 @@ from hopper.config import ForwardConfig
 from hopper.decode.config import DecodeConfig
 from hopper_attention import backward_rules, forward_rules
 from hopper_attention.backends import HOPPER_CAPABILITY, KERNELS, Target
-from hopper_attention.backward_rules import BackwardProblem
+from hopper_attention.backward_rules import BackwardProblem, Division
 from hopper_attention.checks import DTYPE_NAMES, TensorSpec, check_qkv
 from hopper_attention.decode_rules import in_clusters, select_decode
 from hopper_attention.few_packed_queries import find_few_packed
@@ -45,6 +45,7 @@ from hopper_attention.problem import (
 from hopper_attention.scores import ScoreKind
 from hopper_attention.tile_turns import may_have_group
 from hopper_attention.torch_rules import TorchConfig
+from hopper_attention.visit_pieces import may_divide_visits
 
 PAGE_SIZES = (0, 16, 64, 128, 256)
 """Of caches: 0 is one without pages."""
@@ -206,6 +207,7 @@ def kernels_of(model: ModelShape, arch: str, train: bool = False) -> tuple[Any, 
         found += of_many_short(model, target)
         found += of_shared_keys(model, target)
         found += of_divided_heads(model, target)
+        found += of_divided_visits(model, target)
         found += [LaunchesConfig()] if capability == HOPPER_CAPABILITY else []
     if True in model.causal:
         found += serving_of(model, capability)
@@ -340,6 +342,17 @@ def of_divided_heads(model: ModelShape, target: Target) -> Iterator[Any]:
 
 def _divided_in_faster_order(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     return with_head_parts(backward_rules.in_faster_order(problem), sides)
+
+
+def of_divided_visits(model: ModelShape, target: Target) -> Iterator[Any]:
+    """The kernels of the gradients of so few key tiles that CTAs share what some of them visit."""
+    q, k, v = (x.shape for x in model.specs(1024))
+    for config in of_special_problems(model, target, (q, k, v), _with_any_division):
+        yield from (config, BackwardStep("finish", config))
+
+
+def _with_any_division(problem: BackwardProblem, _: Sides) -> BackwardProblem:
+    return problem._replace(division=Division(0, 1, 2)) if may_divide_visits(problem) else problem
 
 
 def serving_of(model: ModelShape, capability: tuple[int, int]) -> Iterator[Any]:

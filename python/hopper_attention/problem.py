@@ -112,6 +112,7 @@ class GradientProblem(AttentionProblem):
         divides_heads: the query heads of a head of K and V are shared out (``head_parts.with_head_parts``).
         walks_back: so many query heads share a head of K and V in a CTA that it is to visit them all at a time, where
             a kernel can (``backward_rules.walk_back``).
+        divides_visits: some key tiles are shared by several CTAs (``visit_pieces.with_shares``).
         keys: of packed sequences, what the bound of their lengths says of the kernel (``backward_rules.keys_within``).
     """
 
@@ -120,6 +121,7 @@ class GradientProblem(AttentionProblem):
     one_tile: bool = False
     divides_heads: bool = False
     walks_back: bool = False
+    divides_visits: bool = False
     keys: PackedKeys = USUAL_KEYS
 
 

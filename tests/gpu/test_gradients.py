@@ -18,7 +18,8 @@ from hopper_attention import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
-from hopper_attention.launch.backward import BackwardLauncher, DividedLauncher, OneTileLauncher
+from hopper_attention.launch.gradient_launchers import BackwardLauncher, DividedLauncher, OneTileLauncher
+from hopper_attention.launch.piece_backward import PieceLauncher
 from hopper_attention.notices import warn_once
 from hopper_attention.reference import attention_naive
 from tests.gpu.gradients import find_gradient_errors
@@ -44,7 +45,7 @@ DQ_ORDER = 2e-3
 def runs(monkeypatch: pytest.MonkeyPatch, backend: str) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of q of the backward passes that ran on the kernel under test; no test may warn that one did not."""
     seen: list[tuple[int, ...]] = []
-    for kind in (BackwardLauncher, DividedLauncher, OneTileLauncher):
+    for kind in (BackwardLauncher, DividedLauncher, OneTileLauncher, PieceLauncher):
 
         def note(launcher: Any, dout: Tensor, q: Tensor, *others: Any, launch: Any = kind.launch) -> Any:
             assert isinstance(launcher.config, AmpereBackwardConfig) == (backend == "ampere")

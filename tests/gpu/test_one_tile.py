@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hopper_attention import device_memory, flash_attn_func
 from hopper_attention.launch import backward
-from hopper_attention.launch.backward import OneTileLauncher
+from hopper_attention.launch.gradient_launchers import OneTileLauncher
 from hopper_attention.masks import FULL_SIDES
 from tests.gpu.gradients import find_gradient_errors
 

@@ -9,11 +9,13 @@ from hopper.backward.config import (
     BackwardConfig,
     PairedBackwardConfig,
     select_backward_config,
-    select_one_tile_config,
-    select_strip_config,
     validate_backward_config,
 )
 from hopper.backward.shipped import shipped_backward_configs
+from hopper.backward.written_configs import (
+    select_one_tile_config,
+    select_strip_config,
+)
 from hopper.config import SMEM_BYTES, Registers
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each

@@ -14,7 +14,7 @@ from cute_kernels.backward.step import BackwardStep
 from hopper_attention import compile_cache, explain
 from hopper_attention.backward_rules import BackwardProblem, in_strips, select_config
 from hopper_attention.launch import backward
-from hopper_attention.launch.backward import BackwardLauncher, StripLauncher
+from hopper_attention.launch.gradient_launchers import BackwardLauncher, StripLauncher
 from hopper_attention.launch.gradients import differentiate
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.model_kernels import ModelShape, kernels_of

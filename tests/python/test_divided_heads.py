@@ -27,7 +27,7 @@ from hopper_attention.backward_rules import (
 )
 from hopper_attention.head_parts import PackedSizes, packed_with_head_parts, with_head_parts
 from hopper_attention.launch import backward
-from hopper_attention.launch.backward import BackwardLauncher, DividedLauncher, StripLauncher
+from hopper_attention.launch.gradient_launchers import BackwardLauncher, DividedLauncher, StripLauncher
 from hopper_attention.launch.gradients import differentiate
 from hopper_attention.masks import FULL_SIDES, MaskSpec, Sides
 from hopper_attention.model_kernels import ModelShape, kernels_of
@@ -65,6 +65,12 @@ def parts_of(asked: BackwardProblem, sides: Sides = FULL_SIDES) -> int:
         (problem(1, 2048, (32, 8), 128), 2),
         (problem(1, 2048, (32, 8), 128, causal=False), 1),
         (problem(2, 2048, (32, 8), 128), 1),
+        # By the order in which tiles are claimed.
+        (problem(1, 5318, (64, 8), 128), 2),
+        (problem(1, 6249, (24, 8), 128), 3),
+        (problem(1, 6848, (16, 1), 128), 16),
+        (problem(3, 2304, (28, 4), 128), 1),
+        (problem(4, 4096, (32, 8), 128), 1),
         (problem(1, 2048, (28, 4), 128), 7),
         (problem(1, 2048, (28, 4), 128, causal=False, dtype=torch.float16), 7),
         (problem(1, 2289, (8, 1), 64), 8),

@@ -21,7 +21,7 @@ from hopper_attention import (
 from hopper_attention.backward_rules import MANY_KEYS
 from hopper_attention.launch import backward, forward, packed_gradients_again
 from hopper_attention.launch import varlen as varlen_launch
-from hopper_attention.launch.backward import DividedLauncher
+from hopper_attention.launch.gradient_launchers import DividedLauncher
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher
 from tests.python.fake_gpu import SMS, forget_launchers, made_anew, noting, pretend
 from tests.python.test_packed_again import count_calls, described, int32
@@ -59,7 +59,7 @@ def named(leaves: list[Tensor], grads: tuple[Tensor, ...], **others: Tensor) -> 
     "head_dim,options",
     [
         (64, {"causal": True}),
-        (128, {}),
+        (256, {}),
         (64, {"causal": True, "deterministic": True}),
         (128, {"causal": True, "window_size": (255, 0)}),
         (192, {"causal": True}),

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig, select_backward_config
+from hopper_attention import compile_cache
 from hopper_attention.device_memory import Piece
-from hopper_attention.launch import backward
-from hopper_attention.launch.backward import BackwardLauncher
+from hopper_attention.launch import gradient_launchers
+from hopper_attention.launch.gradient_launchers import BackwardLauncher
 from hopper_attention.launch.gradient_memory import DqTile
 from hopper_attention.launch.gradient_sums import GradientSums
 from hopper_attention.masks import MaskSpec
@@ -87,10 +88,10 @@ def test_sums_of_several_launches_are_added_to_by_a_kernel_that_stores_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     configs: list[BackwardConfig | BackwardStep] = []
-    monkeypatch.setattr(backward.compile_cache, "get_backward", lambda config: configs.append(config))
-    monkeypatch.setattr(backward, "count_ctas", lambda index: 132)
+    monkeypatch.setattr(compile_cache, "get_backward", lambda config: configs.append(config))
+    monkeypatch.setattr(gradient_launchers, "count_ctas", lambda index: 132)
     config = select_backward_config("bfloat16", 64, 64, True, ordered=True)
-    launcher = backward.BackwardLauncher(0, config, print, (132,), print, print)
+    launcher = BackwardLauncher(0, config, print, (132,), print, print)
     adding = launcher.adding
     assert config.stores_first and not adding.config.stores_first
     assert adding.adding is adding and adding.finish is launcher.finish and adding.dq_tile == launcher.dq_tile

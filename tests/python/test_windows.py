@@ -20,8 +20,8 @@ from hopper_attention import (
 )
 from hopper_attention.backward_rules import BackwardProblem, choose_backward
 from hopper_attention.launch import backward, forward
-from hopper_attention.launch.backward import BackwardLauncher
 from hopper_attention.launch.forward import run_forward
+from hopper_attention.launch.gradient_launchers import BackwardLauncher
 from hopper_attention.masks import MAX_WINDOW_LENGTH, MaskSpec
 from hopper_attention.reference import attention_naive
 from tests.python.dense_cases import qkv

@@ -118,6 +118,11 @@ class AmpereBackwardConfig:
         return False
 
     @property
+    def divides_visits(self) -> bool:
+        """Not tried."""
+        return False
+
+    @property
     def threads(self) -> int:
         return WARP_THREADS * self.warps
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from hopper_attention.distributed.attend import Call, Saved, differentiate_group
 from hopper_attention.distributed.pieces import Group, length
 from hopper_attention.launch.addition import MOST_PARTS, add_parts
-from hopper_attention.launch.backward import BackwardLauncher, find_plain
+from hopper_attention.launch.backward import find_plain
+from hopper_attention.launch.gradient_launchers import BackwardLauncher
 from hopper_attention.launch.gradient_sums import GradientSums, may_replace_keys, share_sums
 from hopper_attention.reference.tiles import Span
 

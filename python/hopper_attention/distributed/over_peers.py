@@ -26,9 +26,10 @@ from hopper_attention.distributed.waves import (
     Waves,
     divide_in_waves,
 )
-from hopper_attention.launch.backward import BackwardLauncher, find_for_call
+from hopper_attention.launch.backward import find_for_call
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import ReadyLaunch, run_forward
+from hopper_attention.launch.gradient_launchers import BackwardLauncher
 from hopper_attention.launch.gradient_sums import may_replace_keys
 from hopper_attention.launch.gradients import differentiate
 from hopper_attention.launch.gradients_again import (

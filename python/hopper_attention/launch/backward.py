@@ -1,22 +1,19 @@
-"""Runs a backward kernel: what it is given, and what is made of what it leaves."""
+"""Which kernels run a backward pass."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from cute_kernels.backward.step import BackwardStep
-from hopper.backward.config import BackwardConfig
-from hopper_attention import compile_cache, device_memory
+from hopper_attention import compile_cache
 from hopper_attention._kernels import Kernel
 from hopper_attention.backends import HOPPER_CAPABILITY, KERNELS, Choice, target_of
 from hopper_attention.backward_rules import (
     BackwardProblem,
+    Division,
     KernelConfig,
     choose_for,
     in_faster_order,
@@ -25,334 +22,25 @@ from hopper_attention.backward_rules import (
     select_for,
     unless_too_large,
 )
-from hopper_attention.device_memory import Pieces, Work
-from hopper_attention.head_parts import with_head_parts
-from hopper_attention.launch.at_once import Given, Step
 from hopper_attention.launch.base import (
     REMEMBERED_CALLS,
     REMEMBERED_LAUNCHERS,
-    Launcher,
-    count_ctas,
     index_of,
 )
-from hopper_attention.launch.forward import NO_PLAN, NO_SIDES
-from hopper_attention.launch.gradient_memory import (
-    FEWEST_WORDS,
-    DqTile,
-    backward_counter,
-    divided_pieces,
-    empty_gradients,
-    subtract_lse_gradient,
-    work_pieces,
+from hopper_attention.launch.gradient_launchers import (
+    BackwardLauncher,
+    DividedLauncher,
+    OneTileLauncher,
+    PreparedLauncher,
+    StripLauncher,
+    find_parts,
 )
-from hopper_attention.layout import TMA_BYTES, make_addressable, new_strides
-from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides, present
+from hopper_attention.launch.piece_backward import PieceLauncher
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 from hopper_attention.value_parts import needs_parts
-
-
-@dataclass(frozen=True)
-class GradientLauncher(Launcher):
-    """The kernels of a backward pass: that of ``config``, and what comes before and after it.
-
-    ``grid`` has the CTAs of a persistent grid, or nothing.
-    """
-
-    config: KernelConfig
-    kernel: Kernel
-    grid: tuple[int, ...]
-
-    def __call__(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        softmax_scale: float,
-        dlse: Tensor | None,
-        *window: int,
-        scores: Scores = NO_SCORES,
-    ) -> tuple[Tensor, ...]:
-        """As ``run_backward``."""
-        if self.device_index != torch.cuda.current_device():
-            return self.call_there(dout, q, k, v, out, lse, softmax_scale, dlse, *window, scores=scores)
-        gradients = empty_gradients(q, k, v)
-        dout, out, q, k, v = map(make_addressable, (dout, out, q, k, v))
-        options = self._options(window, scores, q, k)
-        self.launch(dout, q, k, v, out, lse.contiguous(), gradients, softmax_scale, dlse, options)
-        return gradients
-
-    @abstractmethod
-    def launch(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradients: tuple[Tensor, ...],
-        softmax_scale: float,
-        dlse: Tensor | None,
-        options: tuple[Any, ...],
-    ) -> None:
-        """Queue the kernels on tensors that they can address, on the current GPU, which is that of this launcher.
-
-        ``gradients`` are filled; ``options`` is what the kernel takes behind the scale.
-        """
-
-    def _start(
-        self,
-        inputs: tuple[Tensor, ...],
-        memory: tuple[Any, ...],
-        counter: Any,
-        softmax_scale: float,
-        options: tuple[Any, ...],
-    ) -> None:
-        self.kernel(*inputs, *memory, counter, softmax_scale, *options, *self.grid)
-
-    def _counter(self, sums: Tensor) -> Any:
-        """``backward_counter``, of which only that of ordered sums depends on them."""
-        if self.config.ordered:
-            return backward_counter(self.config, sums)
-        return device_memory.tile_counter(self.device_index)
-
-    def _options(self, window: tuple[int, ...], scores: Scores, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-        """What the kernel takes behind the scale."""
-        if self.config.block_lists:
-            return listed_options(self.config, scores, q, k)
-        if window or scores is not NO_SCORES or not self.is_plain:
-            return kernel_options(self.config, kernel_sides(*window), NO_PLAN, scores, q)
-        return ()
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether the kernel takes nothing behind the scale (``kernel_options``)."""
-        return isinstance(self.config, BackwardConfig) and self.config.is_plain
-
-    @cached_property
-    def dq_tile(self) -> DqTile:
-        """That of ``config``, whose properties take longer to compute than memory to find."""
-        return DqTile(self.config.tile_m, self.config.dq_parts, self.config.dq_words)
-
-
-def kernel_options(
-    config: KernelConfig, sides: tuple[int | None, ...], plan: tuple[Any, Any], scores: Scores, q: Tensor
-) -> tuple[Any, ...]:
-    """What a dense kernel takes behind the scale, or a packed one of Hopper; nothing if it is plain.
-
-    That of Hopper takes everything a call may have, or None (``hopper.backward.kernel.GeneralBackwardKernel``), the
-    others the sides of a window, a chunk and what changes scores, each only where there is some.
-    """
-    if isinstance(config, BackwardConfig) and config.is_plain:
-        return ()
-    changes: tuple[Any, ...] = None, None, None, None
-    if scores is not NO_SCORES:
-        batch = q.shape[0] if plan is NO_PLAN else plan[1] - 1
-        changes = scores.for_gradient(batch, q.shape[-2])
-    if isinstance(config, BackwardConfig):
-        return *(sides or NO_SIDES), *plan, *changes
-    return *present(sides), *(changes if any(x is not None for x in changes) else ())
-
-
-def listed_options(config: KernelConfig, scores: Scores, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-    """The same of a kernel that goes by lists of query tiles."""
-    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    before = (*NO_SIDES, *NO_PLAN) if isinstance(config, BackwardConfig) else ()
-    tile = config.tile_m, config.tile_n
-    return *before, *scores.for_listed_gradient(tile, sizes, config.least_blocks)
-
-
-@dataclass(frozen=True)
-class PreparedLauncher(GradientLauncher):
-    """That of a kernel which ``prepare`` comes before."""
-
-    prepare: Kernel
-
-    @abstractmethod
-    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
-        """The work memory of a pass of queries and keys of these shapes."""
-
-    @abstractmethod
-    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
-        """The launches of a pass that gives dout, q, k, v, out and lse, and dq, dk and dv to fill; ``memory`` is that
-        of ``pieces`` and a counter, ``options`` as of ``launch``."""
-
-    def _prepare(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, work: Work) -> None:
-        """Fill ``work``: the lse in base 2, delta, and zeros to add dQ to, unless the first key tile stores."""
-        self.prepare(out, dout, lse, *work.arguments)
-        if dlse is not None:
-            subtract_lse_gradient(work.tensors[1], lse, dlse)
-
-
-@dataclass(frozen=True)
-class BackwardLauncher(PreparedLauncher):
-    """That of a kernel which adds dQ up in float32, which ``finish`` rounds."""
-
-    finish: Kernel
-
-    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
-        return work_pieces(self.dq_tile, q_shape)
-
-    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
-        dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
-        lse_log2, delta, sums, counter = memory
-        of_call = softmax_scale, *options, *self.grid
-        return [
-            Step(self.prepare, (out, dout, lse, lse_log2, delta, sums)),
-            Step(self.kernel, (q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *of_call)),
-            Step(self.finish, (sums, dq, softmax_scale)),
-        ]
-
-    def launch(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradients: tuple[Tensor, ...],
-        softmax_scale: float,
-        dlse: Tensor | None,
-        options: tuple[Any, ...],
-    ) -> None:
-        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape, k.shape))
-        self._prepare(dout, out, lse, dlse, work)
-        dq, dk, dv = gradients
-        counter = self._counter(work.tensors[2])
-        self._start((q, k, v, dout), (*work.arguments, dk, dv), counter, softmax_scale, options)
-        self.finish(work.arguments[2], dq, softmax_scale)
-
-    @cached_property
-    def adding(self) -> BackwardLauncher:
-        """The same of a kernel that only adds to sums, for those that several launches add to."""
-        if not isinstance(self.config, BackwardConfig) or not self.config.stores_first:
-            return self
-        config = replace(self.config, stores_first=False)
-        prepare = compile_cache.get_backward(BackwardStep("prepare", config))
-        return BackwardLauncher(*_find_parts(config, self.device_index), prepare, self.finish)
-
-    def start(
-        self,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
-        memory: tuple[Tensor, ...],
-        softmax_scale: float,
-        window: tuple[int, ...] = (),
-        scores: Scores = NO_SCORES,
-    ) -> None:
-        """The kernel between the other two: q, k, v and dout that it can address, and what it fills or adds to, lse in
-        base 2 and delta of ``prepare``, sums of dQ, dk and dv."""
-        counter = self._counter(memory[2])
-        self._start(inputs, memory, counter, softmax_scale, self._options(window, scores, *inputs[:2]))
-
-
-@dataclass(frozen=True)
-class DividedLauncher(BackwardLauncher):
-    """That of a kernel which leaves dK and dV in float32, of each of ``head_parts`` parts of the query heads of a head
-    of K and V. ``finish`` adds them up, and rounds dQ as well."""
-
-    head_parts: int
-
-    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
-        return divided_pieces(self.config, self.dq_tile, q_shape, k_shape, self.head_parts)
-
-    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
-        dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
-        *for_kernel, key_sums, value_sums, counter = memory
-        of_call = softmax_scale, *options, *self.grid
-        left = key_sums, value_sums
-        return [
-            Step(self.prepare, (out, dout, lse, *for_kernel)),
-            Step(self.kernel, (q, k, v, dout, *for_kernel, *left, counter, *of_call)),
-            Step(self.finish, (for_kernel[2], dq, *left, dk, dv, softmax_scale)),
-        ]
-
-    def launch(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradients: tuple[Tensor, ...],
-        softmax_scale: float,
-        dlse: Tensor | None,
-        options: tuple[Any, ...],
-    ) -> None:
-        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape, k.shape))
-        *for_kernel, key_sums, value_sums = work.arguments
-        self._prepare(dout, out, lse, dlse, Work(work.tensors[:3], tuple(for_kernel)))
-        counter = self._counter(work.tensors[2])
-        self._start((q, k, v, dout), work.arguments, counter, softmax_scale, options)
-        dq, dk, dv = gradients
-        self.finish(for_kernel[2], dq, key_sums, value_sums, dk, dv, softmax_scale)
-
-
-@dataclass(frozen=True)
-class StripLauncher(PreparedLauncher):
-    """That of a kernel with strips, which writes dQ itself."""
-
-    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
-        return work_pieces(self.dq_tile._replace(dq_parts=1, dq_words=FEWEST_WORDS), q_shape)
-
-    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
-        dout, q, k, v, out, lse, *gradients = map(Given, range(9))
-        lse_log2, delta, sums, counter = memory
-        of_call = softmax_scale, *options, *self.grid
-        return [
-            Step(self.prepare, (out, dout, lse, lse_log2, delta, sums)),
-            Step(self.kernel, (q, k, v, dout, lse_log2, delta, *gradients, counter, *of_call)),
-        ]
-
-    def launch(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradients: tuple[Tensor, ...],
-        softmax_scale: float,
-        dlse: Tensor | None,
-        options: tuple[Any, ...],
-    ) -> None:
-        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape, k.shape))
-        self._prepare(dout, out, lse, dlse, work)
-        counter = self._counter(work.tensors[2])
-        self._start((q, k, v, dout), (*work.arguments[:2], *gradients), counter, softmax_scale, options)
-
-
-@dataclass(frozen=True)
-class OneTileLauncher(GradientLauncher):
-    """That of a kernel which nothing comes before or behind. There is no gradient of the LSE."""
-
-    def launch(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradients: tuple[Tensor, ...],
-        softmax_scale: float,
-        dlse: Tensor | None,
-        options: tuple[Any, ...],
-    ) -> None:
-        assert dlse is None, "asked of ``find_for_call``"
-        counter = device_memory.tile_counter(self.device_index)
-        # Of TMA, as that of no other launcher.
-        is_addressable = lse.stride() == new_strides(lse.shape) and lse.data_ptr() % TMA_BYTES == 0
-        rows = (
-            lse if is_addressable else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device).copy_(lse)
-        )
-        self._start((q, k, v, dout), (rows, out, *gradients), counter, softmax_scale, options)
+from hopper_attention.visit_pieces import with_shares
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -388,14 +76,8 @@ def find(problem: GradientProblem, device: torch.device, backend: str | None = N
     """
     config = find_config(problem, device, backend)
     prepare = compile_cache.get_backward(BackwardStep("prepare", config))
-    parts = _find_parts(config, index_of(device))
+    parts = find_parts(config, index_of(device))
     return BackwardLauncher(*parts, prepare, compile_cache.get_backward(BackwardStep("finish", config)))
-
-
-def _find_parts(config: KernelConfig, index: int) -> tuple[int, KernelConfig, Kernel, tuple[int, ...]]:
-    """What every ``GradientLauncher`` of a config and a GPU has, in order."""
-    kernel = compile_cache.get_backward(config)
-    return index, config, kernel, (count_ctas(index),) if config.is_persistent else ()
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -403,23 +85,36 @@ def find_with_strips(problem: GradientProblem, device: torch.device) -> StripLau
     """The same of problems ``in_strips``, of the Hopper kernel."""
     config = find_config(problem, device, "hopper")
     prepare = compile_cache.get_backward(BackwardStep("prepare", config))
-    return StripLauncher(*_find_parts(config, index_of(device)), prepare)
+    return StripLauncher(*find_parts(config, index_of(device)), prepare)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def find_of_one_tile(problem: GradientProblem, device: torch.device) -> OneTileLauncher:
     """The same of problems ``in_one_tile``, of the Hopper kernel."""
-    return OneTileLauncher(*_find_parts(find_config(problem, device, "hopper"), index_of(device)))
+    return OneTileLauncher(*find_parts(find_config(problem, device, "hopper"), index_of(device)))
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
 def find_divided(problem: GradientProblem, device: torch.device, head_parts: int) -> DividedLauncher:
     """The same of problems that have ``divides_heads``, of the Hopper kernel."""
+    return DividedLauncher(*_find_all_parts(problem, device), head_parts)
+
+
+@lru_cache(maxsize=REMEMBERED_LAUNCHERS)
+def find_in_pieces(problem: GradientProblem, device: torch.device, division: Division) -> PieceLauncher:
+    """The same of problems that have ``divides_visits``, of the Hopper kernel."""
+    return PieceLauncher(*_find_all_parts(problem, device), division)
+
+
+def _find_all_parts(
+    problem: GradientProblem, device: torch.device
+) -> tuple[int, KernelConfig, Kernel, tuple[int, ...], Kernel, Kernel]:
+    """What a ``BackwardLauncher`` of the Hopper kernel has, in order."""
     config = find_config(problem, device, "hopper")
     before, behind = (
         compile_cache.get_backward(BackwardStep(step, config)) for step in ("prepare", "finish")
     )
-    return DividedLauncher(*_find_parts(config, index_of(device)), before, behind, head_parts)
+    return (*find_parts(config, index_of(device)), before, behind)
 
 
 @lru_cache(maxsize=REMEMBERED_LAUNCHERS)
@@ -502,8 +197,9 @@ def find_for_call(
     window: Sides,
     has_dlse: bool = False,
 ) -> PreparedLauncher | OneTileLauncher | None:
-    """``find_plain``, but a kernel with strips, of one tile or of divided heads where it is for the problem: for whole
-    backward passes, which have no use for sums of dQ. ``has_dlse`` says that there is a gradient of the LSE."""
+    """``find_plain``, but a kernel with strips, of one tile, or that divides heads or visits, where it is for the
+    problem: for whole backward passes, which have no use for sums of dQ. ``has_dlse`` says that there is a gradient of
+    the LSE."""
     given = dtype, device, causal, deterministic, backend, window
     found = _choose_plain((q_shape, k_shape, v_shape), *given)
     if found is None:
@@ -513,7 +209,9 @@ def find_for_call(
         problem = in_strips(in_faster_order(problem), window)
         if not has_dlse and in_one_tile(problem).one_tile:
             return find_of_one_tile(in_one_tile(problem).kind, device)
-        problem = with_head_parts(problem, window)
+        problem = with_shares(problem, window)
+    if problem.division is not None:
+        return find_in_pieces(problem.kind, device, problem.division)
     if problem.head_parts > 1:
         return find_divided(problem.kind, device, problem.head_parts)
     return find_with_strips(problem.kind, device) if problem.in_strips else find(problem.kind, device, chosen)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
-from hopper_attention.launch.backward import BackwardLauncher
+from hopper_attention.launch.gradient_launchers import BackwardLauncher
 from hopper_attention.launch.gradient_memory import subtract_lse_gradient, work_pieces
 from hopper_attention.layout import make_addressable
 from hopper_attention.masks import MaskSpec

@@ -15,10 +15,10 @@ from hopper_attention import device_memory
 from hopper_attention._kernels import Kernel
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces, Work
-from hopper_attention.launch import at_once, backward
+from hopper_attention.launch import at_once, backward, gradient_launchers
 from hopper_attention.launch.at_once import Given, Script
-from hopper_attention.launch.backward import OneTileLauncher, PreparedLauncher
 from hopper_attention.launch.base import NO_PLAN, REMEMBERED_CALLS, current_device
+from hopper_attention.launch.gradient_launchers import OneTileLauncher, PreparedLauncher
 from hopper_attention.layout import TMA_BYTES, new_strides, repairs_for
 from hopper_attention.like_calls import Kept, Remembered, may_be_like
 from hopper_attention.masks import FULL_SIDES, Sides, kernel_sides
@@ -230,7 +230,7 @@ def remember(tensors: ForGradients, options: GradientOptions) -> None:
     ):
         return
     window = kernel_sides(*sides) if sides != FULL_SIDES else ()
-    behind = backward.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
+    behind = gradient_launchers.kernel_options(launcher.config, window, NO_PLAN, NO_SCORES, q)
     call: Served
     if isinstance(launcher, OneTileLauncher):
         call = OneTileCall.of(launcher, scale, tensors)

@@ -16,7 +16,7 @@ from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel, kept_argument
 from hopper_attention.backward_rules import KernelConfig
 from hopper_attention.device_memory import make_apart
-from hopper_attention.launch import backward, gradient_memory
+from hopper_attention.launch import gradient_launchers, gradient_memory
 from hopper_attention.launch.base import REMEMBERED_CALLS, Launcher, count_ctas, index_of
 from hopper_attention.launch.planners import OF_KEYS, Planner, find_planner
 from hopper_attention.layout import make_packed_addressable
@@ -85,7 +85,7 @@ class PackedBackwardLauncher(Launcher):
         counter = cleared if c.clears_ahead else gradient_memory.backward_counter(c, work.tensors[2])
         given = (window_left, window_right, attention_chunk) if c.window else ()
         sides = kernel_sides(*given)
-        options = backward.kernel_options(c, sides, (plan, sequences), scores, q)
+        options = gradient_launchers.kernel_options(c, sides, (plan, sequences), scores, q)
         first = () if isinstance(c, BackwardConfig) else (plan, sequences)
         left, of_finish = (dk, dv), ()
         if c.divides_heads:

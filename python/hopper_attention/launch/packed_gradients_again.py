@@ -17,7 +17,7 @@ from hopper_attention.backward_rules import are_short, keys_within, packed_in_fa
 from hopper_attention.checks import TensorSpec
 from hopper_attention.device_memory import Facts, Piece, Pieces
 from hopper_attention.head_parts import REMEMBERED_LENGTHS, PackedSizes, packed_with_head_parts
-from hopper_attention.launch import at_once, backward
+from hopper_attention.launch import at_once, gradient_launchers
 from hopper_attention.launch.at_once import Given, Script, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS, current_device
 from hopper_attention.launch.gradients_again import ForGradients, GradientOptions, Passes
@@ -113,7 +113,7 @@ def _steps(
     sequences, scale = lengths.cu_seqlens_q.shape[0], options.softmax_scale
     of_plan = tensors.q.shape[0], tensors.k.shape[0], config.tile_n, OF_KEYS
     sides = kernel_sides(*options.sides) if config.window else ()
-    behind = backward.kernel_options(config, sides, (plan, sequences), NO_SCORES, tensors.q)
+    behind = gradient_launchers.kernel_options(config, sides, (plan, sequences), NO_SCORES, tensors.q)
     no_dlse = no_rows(tensors.lse.shape[0], tensors.lse.device)
     memory = lse_log2, delta, sums
     cleared = counter if config.clears_ahead else None

@@ -26,8 +26,8 @@ from hopper_attention.integrations.jax import ffi, formula
 from hopper_attention.integrations.jax.call import Call, Gradients, Result
 from hopper_attention.integrations.jax.ffi import Launch, Written
 from hopper_attention.integrations.jax.script import COUNTER, Counter
-from hopper_attention.launch.backward import kernel_options
 from hopper_attention.launch.base import NO_PAGES, NO_PLAN, NO_SIDES
+from hopper_attention.launch.gradient_launchers import kernel_options
 from hopper_attention.launch.gradient_memory import FEWEST_WORDS, dq_shape, lse_shape
 from hopper_attention.masks import kernel_sides, present
 from hopper_attention.notices import warn_once
@@ -184,7 +184,7 @@ def launch_backward(
     dout: Array,
     dlse: Array | None = None,
 ) -> Gradients:
-    """As ``hopper_attention.launch.backward.BackwardLauncher``."""
+    """As ``hopper_attention.launch.gradient_launchers.BackwardLauncher``."""
     rows = lse_shape(config, q.shape)
     lse_log2: Any = Written(rows)
     delta: Any = Written(rows)

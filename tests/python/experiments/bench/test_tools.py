@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import few_blocks_case, rmse, sanitize, tune
+from benchmarks import few_blocks_case, pieces_case, rmse, sanitize, tune
 from cute_kernels.ampere.backward.config import shipped_ampere_backward_configs
 from cute_kernels.ampere.config import select_ampere_forward_config
 from cute_kernels.backward.step import FEW_KEYS
@@ -394,6 +394,40 @@ def test_errors_are_measured_peer_by_peer_on_the_draws_of_the_table() -> None:
 
 def broken(*given: object) -> bench_peers.Prepared:
     raise RuntimeError("no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"), [(lambda dk: None, ""), (lambda dk: dk[0, 130].zero_(), "error of dk")]
+)
+def test_the_sanitizer_runs_gradients_of_divided_visits(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], None], wrong: str
+) -> None:
+    @dataclass(frozen=True)
+    class InPieces:
+        config: BackwardConfig
+        grid: tuple[int, ...] = (132,)
+
+        def __call__(self, dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
+            *tensors, scale, _ = given
+            assert self.grid == (pieces_case.CTAS,)
+            found = tiled_backward(dout, None, *tensors, causal=self.config.causal, softmax_scale=scale)
+            change(found[1])
+            return found
+
+    def find(problem: GradientProblem, device: torch.device, division: Any) -> InPieces:
+        asked.append(backward_rules.select_for(problem, "hopper", (9, 0)))
+        assert division == pieces_case.DIVISION
+        return InPieces(asked[-1])
+
+    asked: list[Any] = []
+    monkeypatch.setattr(pieces_case, "find_in_pieces", find)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    configs = pieces_case.pieces_configs()
+    assert sanitize.FAMILIES["divided-visits"] == (pieces_case.pieces_configs, pieces_case.run_pieces_case)
+    for config in configs:
+        verdict = pieces_case.run_pieces_case(config, "cpu")
+        assert verdict.startswith(wrong) and bool(verdict) == bool(wrong)
+    assert asked == list(configs) and len({config.name for config in configs}) == 6
 
 
 def test_the_sanitizer_runs_few_queries_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.window import window_of
-from hopper.backward.config import can_walk_back
+from hopper.backward.config import can_divide_visits, can_walk_back
 from hopper.backward.shipped import shipped_backward_configs
 from hopper_attention.experiments.bench.results import Cell, ForwardReport, Measured, PeerInfo
 from hopper_attention.experiments.bench.spec import Problem
@@ -142,9 +142,14 @@ def test_query_tiles_are_those_that_the_kernel_visits(
 
 
 WALKING = [replace(config, walks_back=True) for config in shipped_backward_configs() if can_walk_back(config)]
+SHARED = [
+    replace(config, divides_visits=True) for config in shipped_backward_configs() if can_divide_visits(config)
+]
 
 
-@pytest.mark.parametrize("config", (*shipped_backward_configs(), *WALKING), ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config", (*shipped_backward_configs(), *WALKING, *SHARED), ids=lambda config: config.name
+)
 def test_a_backward_kernel_is_read_back_from_its_name(config) -> None:
     kernel = roofline_backward.parse_backward_kernel(config.name)
     assert kernel == roofline_backward.backward_kernel_of(config)

@@ -1,0 +1,119 @@
+"""Which key tiles of a backward pass are divided among CTAs, by what they visit (``hopper/backward/pieces.py``).
+
+Without a mask all key tiles walk over as many queries, and a last round of few tiles takes as long as one of a tile for
+each multiprocessor. Under a causal mask the first tiles walk the longest, and where there is no more than one for
+each multiprocessor the longest is waited for. So the tiles of the last round, or the longest ones, are divided, where a
+count of rows says that it saves time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+
+from hopper.backward.config import MAX_UNPAIRED_HEAD_DIM, select_backward_config
+from hopper_attention.backward_rules import BackwardProblem, Division
+from hopper_attention.checks import DTYPE_NAMES
+from hopper_attention.head_parts import MAX_BATCH_OR_HEADS, REMEMBERED_LENGTHS, with_head_parts
+from hopper_attention.masks import Sides
+from hopper_attention.packing_rules import MULTIPROCESSORS
+from hopper_attention.scores import PLAIN
+from hopper_attention.tile_rounds import GAIN, TILE, around, causal_walks, time_in_order, time_of_rounds
+
+MOST_PIECES = 3 * MULTIPROCESSORS
+"""In all: each takes 128 KiB at head_dim 128."""
+
+FEWEST_BLOCKS = 2
+"""Query tiles of a piece."""
+
+MOST_COUNTED = 2**30 - 1
+"""Query tiles of a key tile times its pieces twice, for which ``head_of_part`` divides exactly."""
+
+MOST_ROUNDS = 10
+"""Of tiles, from which on long passes gained nothing where 2 to 5 % were counted: at the limit of a GPU's power what is
+idle is not lost."""
+
+PIECES_WITH_A_MASK = 2, 3, 4
+TILES_WITH_A_MASK = 2 * MULTIPROCESSORS
+"""Up to which a causal mask has its tiles divided; with more of them the shortest ones fill what is left."""
+
+
+def with_shares(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
+    """A problem with what CTAs share so that it is done first: the heads of a key/value head (``with_head_parts``), or
+    else the visits of some key tiles. For the Hopper kernels."""
+    divided = with_head_parts(problem, sides)
+    if not may_divide_visits(problem):
+        return divided
+    p, (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = problem, problem.q_shape, problem.k_shape
+    head_dim = max(p.q_shape[3], p.v_shape[3])
+    sizes = (batch, batch), (seqlen_q, seqlen_k), (heads, kv_heads)
+    division = _fastest(DTYPE_NAMES[p.dtype], head_dim, p.causal, sizes, divided.head_parts)
+    return divided if division is None else problem._replace(division=division)
+
+
+def may_divide_visits(problem: BackwardProblem) -> bool:
+    """Whether there are kernels for it: with plain scores, sums in any order and no mask but a causal one. Under that
+    heads which share K and V are divided instead."""
+    p, (*_, heads, _), (*_, kv_heads, _) = problem, problem.q_shape, problem.k_shape
+    is_changed = p.has_window or p.has_chunk or p.scores != PLAIN or p.deterministic
+    if is_changed or p.in_strips or p.one_tile or p.dtype not in DTYPE_NAMES:
+        return False
+    fits = max(p.q_shape[3], p.v_shape[3]) <= MAX_UNPAIRED_HEAD_DIM and 0 not in (*p.q_shape, *p.k_shape)
+    # The grid of `finish` has all heads, and some more.
+    return fits and heads < MAX_BATCH_OR_HEADS // 2 and (heads == kv_heads or not p.causal)
+
+
+@lru_cache(maxsize=REMEMBERED_LENGTHS)
+def _fastest(
+    dtype: str, head_dim: int, causal: bool, sizes: tuple[tuple[int, int], ...], head_parts: int
+) -> Division | None:
+    """Of sizes of batch, lengths and heads, each of Q and of K; None where nothing is gained over ``head_parts``."""
+    (batch, _), seqlens, (heads, kv_heads) = sizes
+    tile_m = select_backward_config(dtype, head_dim, head_dim, causal).tile_m
+    if causal:
+        found = _times_with_a_mask(seqlens, batch * kv_heads, tile_m)
+    else:
+        tiles, walk = batch * kv_heads * -(-seqlens[1] // TILE), seqlens[0] * (heads // kv_heads)
+        found = _times_without_mask(tiles, walk, head_parts, tile_m)
+    (undivided, _), *divided = found
+    best, division = min(divided, default=(undivided, None), key=lambda each: each[0])
+    other = around(batch, seqlens[0], heads)
+    return division if other + best < GAIN * (other + undivided) else None
+
+
+Timed = Iterator[tuple[float, Division | None]]
+"""Divisions with the time of a launch in rows of queries; the first one is none."""
+
+
+def _times_without_mask(tiles: int, walk: int, head_parts: int, tile_m: int) -> Timed:
+    """Of so many key tiles that all walk over so many queries of all heads, which ``head_parts`` may share."""
+    yield time_of_rounds(tiles, walk, head_parts), None
+    if tiles * head_parts > MOST_ROUNDS * MULTIPROCESSORS or tiles % MULTIPROCESSORS == 0:
+        return
+    for more in (0, MULTIPROCESSORS):
+        count = tiles % MULTIPROCESSORS + more
+        most = _most_pieces(count, walk // tile_m) if count <= tiles else 1
+        for each in range(2, most + 1):
+            whole = (tiles - count) // MULTIPROCESSORS * walk
+            yield whole + time_of_rounds(count, walk, each), Division(tiles - count, count, each)
+
+
+def _times_with_a_mask(seqlens: tuple[int, int], heads: int, tile_m: int) -> Timed:
+    """The same under a causal mask, of so many heads of K and V in all batches."""
+    tiles = heads * -(-seqlens[1] // TILE)
+    if tiles > TILES_WITH_A_MASK:
+        yield 0.0, None
+        return
+    walks = causal_walks(seqlens, heads, 1)
+    yield time_in_order(walks, 1), None
+    for each in PIECES_WITH_A_MASK:
+        if each <= _most_pieces(tiles, max(walks) // tile_m):
+            pieces = [walk / each for walk in walks for _ in range(each)]
+            yield time_in_order(pieces, each), Division(0, tiles, each)
+
+
+def _most_pieces(tiles: int, blocks: int) -> int:
+    """Of each of so many key tiles, which visit so many query tiles at most."""
+    counted = math.isqrt(MOST_COUNTED // max(blocks, 1))
+    return min(MOST_PIECES // max(tiles, 1), blocks // FEWEST_BLOCKS, counted)
