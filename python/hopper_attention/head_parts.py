@@ -2,7 +2,8 @@
 
 A CTA has a tile of keys and all query heads that share them. Where there are few heads of K and V such tiles leave most
 of a GPU idle, and under a causal mask the longest of them is waited for. With the heads divided there are more tiles,
-which are shorter. Each part leaves dK and dV in float32 then, which are added up, and that takes time as well.
+which are shorter. Each part leaves dK and dV in float32 then, which are added up, and that takes time as well. Dense
+causal passes in any order, up to head_dim 128, are counted by ``tile_rounds.py``, others by the counts below.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hopper_attention.masks import Sides
 from hopper_attention.packing_rules import MULTIPROCESSORS
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN
-from hopper_attention.tile_rounds import GAIN, TILE, around, causal_walks, time_in_order
+from hopper_attention.tile_rounds import GAIN, TILE, around, time_of_walks
 
 ROWS_OF_A_PART = 320
 """Rows of queries that a key tile could visit in the time in which dK and dV of one are written and added up. Fitted to
@@ -40,10 +41,6 @@ LEAST_GAIN = 0.95
 UNEVEN_IN_TAIL, UNEVEN = 1 / 6, 1 / 2
 """Of the longest tile's time, by how much CTAs end at different times: where the shortest tiles come last, as under a
 causal mask in any order of sums, and elsewhere."""
-
-MOST_ORDERED, MOST_ORDERED_PARTS = 600, 12 * MULTIPROCESSORS
-"""Key tiles of a dense causal problem up to which their order is looked at, whole and in parts. With more of them the
-shortest ones fill what is left, whatever a CTA walks over."""
 
 REMEMBERED_LENGTHS = 1024
 
@@ -70,11 +67,12 @@ def with_head_parts(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     p, (_, seqlen_q, heads, _), (batch, seqlen_k, kv_heads, _) = problem, problem.q_shape, problem.k_shape
     if not _may_be_divided(p.kind, heads, kv_heads):
         return p
+    walks = _walks((seqlen_q, seqlen_k), p.causal, sides)
     tiles = batch * kv_heads * -(-seqlen_k // TILE)
     is_ordered = p.deterministic or p.has_window or max(p.q_shape[3], p.v_shape[3]) > MAX_UNPAIRED_HEAD_DIM
     if p.causal and not is_ordered:
-        return p._replace(head_parts=_fastest_in_order(batch, (seqlen_q, seqlen_k), heads, kv_heads))
-    walks = _walks((seqlen_q, seqlen_k), p.causal, sides)
+        parts = _fastest_of_walks(tiles, walks, heads // kv_heads, around(batch, seqlen_q, heads))
+        return p._replace(head_parts=parts)
     return p._replace(head_parts=_fastest(p.kind, tiles, walks, heads // kv_heads))
 
 
@@ -122,22 +120,16 @@ def _walks(seqlens: tuple[int, int], causal: bool, sides: Sides) -> Walks:
     return Walks(seqlen_q, seqlen_q - level * level / (2 * seqlen_k))
 
 
-@lru_cache(maxsize=REMEMBERED_LENGTHS)
-def _fastest_in_order(batch: int, seqlens: tuple[int, int], heads: int, kv_heads: int) -> int:
-    """The number of parts that is done first under a causal mask, by the order in which CTAs claim tiles."""
-    all_heads, shared = batch * kv_heads, heads // kv_heads
-    tiles = all_heads * -(-seqlens[1] // TILE)
-    if tiles > MOST_ORDERED:
-        return 1
-    other, best = around(batch, seqlens[0], heads), 1
-    least = other + time_in_order(causal_walks(seqlens, all_heads, shared), 1)
-    for parts in range(2, shared + 1):
-        if shared % parts == 0 and tiles * parts <= MOST_ORDERED_PARTS:
-            walks = causal_walks(seqlens, all_heads * parts, shared // parts)
-            time = other + time_in_order(walks, parts)
-            if time < GAIN * least:
-                best, least = parts, time
-    return best
+def _fastest_of_walks(tiles: int, walks: Walks, shared: int, other: float) -> int:
+    """The number of parts that is done first under a causal mask, sums in any order, up to head_dim 128; ``other`` is
+    what comes before the kernel and behind it."""
+    times = {}
+    for parts in range(1, shared + 1):
+        if shared % parts == 0:
+            longest, mean = (walk * shared / parts for walk in walks)
+            times[parts] = other + time_of_walks(tiles * parts, longest, mean, parts)
+    best = min(times, key=lambda parts: times[parts])
+    return best if times[best] < GAIN * times[1] else 1
 
 
 def _fastest(problem: GradientProblem, tiles: int, walks: Walks, shared: int) -> int:

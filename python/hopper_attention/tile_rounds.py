@@ -1,7 +1,7 @@
 """How long a launch of a backward kernel takes, as a count of the queries that its key tiles walk over.
 
-A CTA takes the next key tile as soon as it has done one. So where tiles are few it is a matter of their walks and their
-order when the last CTA ends. Times are in rows of queries, of one head, that a key tile could walk over meanwhile.
+A CTA takes the next key tile as soon as it has done one. So where tiles are few it is a matter of their walks when the
+last CTA ends. Times are in rows of queries, of one head, that a key tile could walk over meanwhile.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ ROWS_OF_A_LAUNCH, ROWS_OF_A_QUERY = 250, 0.0134
 GAIN = 0.975
 """Of the time without, above which sharing is not worth it."""
 
-CTAS_UNDER_WAY, TAIL_ROWS, TAIL_HEADS = 132, 65536, 4
-"""By which ``hopper/backward/batch.py``, which has the reasons, orders tiles under a causal mask."""
+UNEVEN = 1 / 4
+"""Of the longest walk, by how much the last CTA ends behind the mean where tiles of several heads have walks of all
+lengths: as measured where heads share K and V. By their order alone it would be less."""
+
+LONGER_HALF_FROM = 5
+"""Heads of K and V, from which on those of a tail come one behind the other with the longer half of their tiles, where
+each has one of Q (``hopper/backward/batch.py``)."""
 
 
 def around(batch: int, seqlen_q: int, heads: int) -> float:
@@ -46,33 +51,36 @@ def time_of_rounds(tiles: int, walk: int, each: int) -> float:
     """Of so many tiles that all walk over so many queries, each divided among ``each`` CTAs."""
     rounds, rest = divmod(tiles * each, MULTIPROCESSORS)
     last = min(1, LAST_ROUND + LAST_ROUND_BY_TILES * rest / MULTIPROCESSORS) if rest else 0
-    if each == 1:
-        return (rounds + last) * walk
-    return (rounds + last) * (walk / each + ROWS_OF_A_PIECE) + _time_to_add(tiles * each, each)
+    more = ROWS_OF_A_PIECE if each > 1 else 0
+    return (rounds + last) * (walk / each + more) + _time_to_add(tiles * each, each)
+
+
+def time_of_walks(tiles: int, longest: float, mean: float, each: int) -> float:
+    """Of so many walks of all lengths up to the longest, where ``each`` are of the same tile."""
+    more = ROWS_OF_A_PIECE if each > 1 else 0
+    longest, mean = longest + more, mean + more
+    return max(longest, tiles * mean / MULTIPROCESSORS + UNEVEN * longest) + _time_to_add(tiles, each)
 
 
 def time_in_order(walks: Sequence[float], each: int) -> float:
-    """Of walks in their order, where ``each`` are of the same tile."""
+    """Of walks in the order in which CTAs claim them, from the longest on; ``each`` are of the same tile."""
     ends = [0.0] * MULTIPROCESSORS
     more = ROWS_OF_A_PIECE if each > 1 else 0
     for walk in walks:
         heapq.heapreplace(ends, ends[0] + walk + more)
-    return max(ends) + (_time_to_add(len(walks), each) if each > 1 else 0)
+    return max(ends) + _time_to_add(len(walks), each)
 
 
 def _time_to_add(pieces: int, each: int) -> float:
-    return ROWS_TO_ADD * pieces + ROWS_IN_TURN * each
+    return ROWS_TO_ADD * pieces + ROWS_IN_TURN * each if each > 1 else 0.0
 
 
-def causal_walks(seqlens: tuple[int, int], heads: int, shared: int) -> list[int]:
-    """Those of key tiles of so many heads of K and V, of all batches, in the order in which CTAs claim them under a
-    causal mask; ``shared`` query heads are walked over with each."""
+def causal_walks(seqlens: tuple[int, int], heads: int) -> list[int]:
+    """Those of the key tiles of so many heads, of all batches, in that order, under a causal mask, where each head of K
+    and V has one of Q, and all are the tail of a launch."""
     seqlen_q, seqlen_k = seqlens
     tiles = -(-seqlen_k // TILE)
     unseen = (max(n_block * TILE - (seqlen_k - seqlen_q), 0) for n_block in range(tiles))
-    walks = [max(seqlen_q - rows, 0) * shared for rows in unseen]
-    least = -(-CTAS_UNDER_WAY // tiles) if shared > 1 else 0
-    tail = min(max(TAIL_ROWS // (seqlen_q * shared), least, TAIL_HEADS), heads)
-    together = tiles // 2 if tail > TAIL_HEADS and shared == 1 else 0
-    in_turn = [walk for walk in walks[together:] for _ in range(tail)]
-    return walks * (heads - tail) + walks[:together] * tail + in_turn
+    walks = [max(seqlen_q - rows, 0) for rows in unseen]
+    together = tiles // 2 if heads >= LONGER_HALF_FROM else 0
+    return walks[:together] * heads + [walk for walk in walks[together:] for _ in range(heads)]

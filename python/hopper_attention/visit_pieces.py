@@ -39,6 +39,10 @@ TILES_WITH_A_MASK = 2 * MULTIPROCESSORS
 """Up to which a causal mask has its tiles divided; with more of them the shortest ones fill what is left."""
 
 
+TAIL_ROWS = 65536
+"""Queries of all heads, up to which all heads are the tail of a launch (``hopper/backward/batch.py``)."""
+
+
 def with_shares(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     """A problem with what CTAs share so that it is done first: the heads of a key/value head (``with_head_parts``), or
     else the visits of some key tiles. For the Hopper kernels."""
@@ -102,10 +106,10 @@ def _times_without_mask(tiles: int, walk: int, head_parts: int, tile_m: int) -> 
 def _times_with_a_mask(seqlens: tuple[int, int], heads: int, tile_m: int) -> Timed:
     """The same under a causal mask, of so many heads of K and V in all batches."""
     tiles = heads * -(-seqlens[1] // TILE)
-    if tiles > TILES_WITH_A_MASK:
+    if tiles > TILES_WITH_A_MASK or seqlens[0] * heads > TAIL_ROWS:
         yield 0.0, None
         return
-    walks = causal_walks(seqlens, heads, 1)
+    walks = causal_walks(seqlens, heads)
     yield time_in_order(walks, 1), None
     for each in PIECES_WITH_A_MASK:
         if each <= _most_pieces(tiles, max(walks) // tile_m):

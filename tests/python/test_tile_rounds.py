@@ -12,46 +12,42 @@ from cute_kernels.tile_scheduler import TailedTileOrder
 from cute_kernels.window import window_of
 from hopper.backward import batch
 from hopper.backward.config import select_backward_config
-from hopper_attention import tile_rounds
-from hopper_attention.tile_rounds import around, causal_walks, time_in_order, time_of_rounds
+from hopper_attention import tile_rounds, visit_pieces
+from hopper_attention.tile_rounds import around, causal_walks, time_in_order, time_of_rounds, time_of_walks
 
 
 @pytest.mark.parametrize(
-    ("batches", "seqlens", "heads", "kv_heads"),
+    ("batches", "seqlens", "heads"),
     [
-        (1, (2048, 2048), 8, 8),
-        (1, (2048, 2048), 3, 3),
-        (9, (2411, 2411), 28, 4),
-        (2, (700, 1300), 12, 3),
-        (3, (1300, 700), 6, 6),
-        (1, (16384, 16384), 32, 8),
-        (40, (129, 129), 16, 16),
-        (5, (4687, 4687), 24, 2),
+        (1, (2048, 2048), 8),
+        (1, (2048, 2048), 3),
+        (3, (1300, 700), 6),
+        (2, (700, 1300), 5),
+        (1, (16384, 16384), 2),
+        (8, (129, 129), 16),
+        (2, (4687, 4687), 2),
     ],
 )
 def test_walks_are_those_of_the_kernel_in_its_order(
-    batches: int, seqlens: tuple[int, int], heads: int, kv_heads: int
+    batches: int, seqlens: tuple[int, int], heads: int
 ) -> None:
     """But for whole query tiles, which the count has not."""
     config = select_backward_config("bfloat16", 128, 128, True)
-    q, k = (
-        SimpleNamespace(shape=(seqlen, 128, of, batches))
-        for seqlen, of in zip(seqlens, (heads, kv_heads), strict=True)
-    )
+    q, k = (SimpleNamespace(shape=(seqlen, 128, heads, batches)) for seqlen in seqlens)
     tiles = -(-seqlens[1] // config.tile_n)
-    order = TailedTileOrder(tiles, kv_heads, batches, *batch.DenseBatch(config).tail(q, k))
-    shared, visited = heads // kv_heads, QueryRange(config.tile_m, config.tile_n, window_of(True))
-    ours = causal_walks(seqlens, batches * kv_heads, shared)
-    assert len(ours) == order.num_tiles == tiles * batches * kv_heads
+    order = TailedTileOrder(tiles, heads, batches, *batch.DenseBatch(config).tail(q, k))
+    visited, lengths = QueryRange(config.tile_m, config.tile_n, window_of(True)), SeqlenInfo(*seqlens)
+    ours = causal_walks(seqlens, batches * heads)
+    assert len(ours) == order.num_tiles == tiles * batches * heads
     for tile, walk in enumerate(ours):
         n_block, _, _ = order.coordinates(tile)
-        blocks = visited.end(n_block, SeqlenInfo(*seqlens)) - visited.begin(n_block, SeqlenInfo(*seqlens))
-        assert abs(walk - blocks * config.tile_m * shared) < 2 * config.tile_m * shared
+        blocks = visited.end(n_block, lengths) - visited.begin(n_block, lengths)
+        assert abs(walk - blocks * config.tile_m) < 2 * config.tile_m
 
 
 def test_the_order_is_counted_by_what_the_kernel_goes_by() -> None:
-    assert tile_rounds.CTAS_UNDER_WAY == batch.CTAS_UNDER_WAY
-    assert (tile_rounds.TAIL_ROWS, tile_rounds.TAIL_HEADS) == (batch.TAIL_ROWS, batch.TAIL_HEADS)
+    assert tile_rounds.LONGER_HALF_FROM == batch.TAIL_HEADS + 1
+    assert visit_pieces.TAIL_ROWS == batch.TAIL_ROWS
     for head_dim in (64, 96, 128, 192, 256):
         assert select_backward_config("float16", head_dim, head_dim, True).tile_n == tile_rounds.TILE
 
@@ -72,3 +68,10 @@ def test_order_by_hand() -> None:
     assert time_in_order([*walks, 400.0], 1) == 500
     # Two CTAs begin and end two.
     assert time_in_order(walks, 2) == pytest.approx(100 + 120 + 2 * 140 + 0.75 * 134 + 40 * 2)
+
+
+def test_walks_of_all_lengths_by_hand() -> None:
+    # The longest is waited for, or ends behind the mean by a quarter of it.
+    assert time_of_walks(66, 1000, 500, 1) == 1000
+    assert time_of_walks(264, 1000, 500, 1) == 1250
+    assert time_of_walks(264, 500, 250, 2) == pytest.approx(2 * 390 + 640 / 4 + 0.75 * 264 + 40 * 2)
