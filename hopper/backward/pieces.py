@@ -2,8 +2,8 @@
 
 A launch has some key tiles a CTA, of equal walks without a mask: with 2.2 of them two CTAs of ten work on a third one
 while the others have nothing to do. So the visits of the last tiles are cut into pieces, about one for each CTA, and
-dK and dV of these leave in float32, to be added up by ``finish``. Under a causal mask, where the first tiles are the
-longest, and few tiles are waited for that are longer than the mean, it is the first ones that are cut.
+dK and dV of these leave in float32, to be added up by ``finish``. Under a causal mask, where few tiles are waited for
+that are longer than the mean, all are cut.
 """
 
 from dataclasses import dataclass

@@ -16,16 +16,15 @@ TILE = 128
 
 ROWS_OF_A_PIECE = 140
 """What a CTA takes to begin and to end a tile whose heads or queries several CTAs share. These counts were fitted to
-227 divisions of 31 sizes without a mask, and to 95 under a causal one, of queries and of heads
-(`backward_pieces.json`)."""
+divisions of 31 sizes without a mask, and looked at on 39 under a causal one (`backward_pieces.json`)."""
 
 ROWS_TO_ADD, ROWS_IN_TURN = 0.75, 40
 """What all multiprocessors together take to write dK and dV of such a tile and to add them up, and what one takes that
 adds up those of a tile, for each of them."""
 
 LAST_ROUND, LAST_ROUND_BY_TILES = 0.7, 1.0
-"""Of the time of a round of tiles that of a last one with few of them: in any case, and times the part of the
-multiprocessors that have one, up to 1. Where others have none, these find more in L2, and clocks are higher."""
+"""A last round that is not full takes LAST_ROUND + LAST_ROUND_BY_TILES * (its tiles / MULTIPROCESSORS) of a full one,
+at most 1. Perhaps its tiles find more in L2, and clocks are higher."""
 
 ROWS_OF_A_LAUNCH, ROWS_OF_A_QUERY = 250, 0.0134
 """What ``prepare`` and ``finish`` take: in any case, and for each query of each head."""

@@ -1,9 +1,9 @@
 """Which key tiles of a backward pass are divided among CTAs, by what they visit (``hopper/backward/pieces.py``).
 
-Without a mask all key tiles walk over as many queries, and a last round of few tiles takes as long as one of a tile for
-each multiprocessor. Under a causal mask the first tiles walk the longest, and where there is no more than one for
-each multiprocessor the longest is waited for. So the tiles of the last round, or the longest ones, are divided, where a
-count of rows says that it saves time.
+Without a mask every key tile visits as many queries, and a last round of few tiles takes nearly as long as one with a
+tile for each multiprocessor. Under a causal mask the first tiles walk the longest, and where there is about one for
+each multiprocessor the longest is waited for. So the tiles of the last round, or under a causal mask all tiles, are
+divided, where a count of rows says that it saves time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ MOST_COUNTED = 2**30 - 1
 """Query tiles of a key tile times its pieces twice, for which ``head_of_part`` divides exactly."""
 
 MOST_ROUNDS = 10
-"""Of tiles, from which on long passes gained nothing where 2 to 5 % were counted: at the limit of a GPU's power what is
-idle is not lost."""
+"""Of tiles: launches of more are left alone. Four long passes took -1.6 to +1.7 % more time where 2 to 5 % less were
+counted. Perhaps at the limit of a GPU's power idle multiprocessors let others run faster."""
 
 PIECES_WITH_A_MASK = 2, 3, 4
-TILES_WITH_A_MASK = 2 * MULTIPROCESSORS
-"""Up to which a causal mask has its tiles divided; with more of them the shortest ones fill what is left."""
+TILES_WITH_A_MASK, GAIN_WITH_A_MASK = 3 * MULTIPROCESSORS // 2, 0.93
+"""Up to which tiles are divided under a causal mask, with more of them the shortest ones fill what is left; and GAIN
+there, where counts are off by up to 7 %, and gains were timed at about a tile a multiprocessor."""
 
 
 TAIL_ROWS = 65536
@@ -83,7 +84,8 @@ def _fastest(
     (undivided, _), *divided = found
     best, division = min(divided, default=(undivided, None), key=lambda each: each[0])
     other = around(batch, seqlens[0], heads)
-    return division if other + best < GAIN * (other + undivided) else None
+    gain = GAIN_WITH_A_MASK if causal else GAIN
+    return division if other + best < gain * (other + undivided) else None
 
 
 Timed = Iterator[tuple[float, Division | None]]
