@@ -7,10 +7,7 @@ from cutlass import Float32
 from cute_kernels.backward.finish import FinishKernel
 from cute_kernels.backward.finish_divided import DividedKeys
 from cute_kernels.backward.grid import from_the_last
-from cute_kernels.backward.step import DividedConfig
-
-NUMBERS_OF_A_PLACE = 3
-"""Of a key tile: n_block, head of K and V, batch."""
+from cute_kernels.backward.step import NUMBERS_OF_A_PLACE, DividedConfig
 
 
 class PieceFinishKernel(FinishKernel):

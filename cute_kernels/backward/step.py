@@ -22,6 +22,9 @@ CLEARING_WORDS = 2
 CLAIMED_SHARES, CLEARED_SHARES = SCHEDULER_WORDS, SCHEDULER_WORDS + 1
 
 
+NUMBERS_OF_A_PLACE = 3
+"""Of a key tile that ``divides_visits``: n_block, head of K and V, batch."""
+
 FEW_KEYS = 16
 """Keys of a sequence that lie in one warp of a Hopper kernel, which can add up delta from P and dP by itself."""
 

@@ -456,7 +456,8 @@ def validate_backward_config(config: BackwardConfig) -> None:
         raise ValueError(f"walks_back is True in {c.name}, allowed: {allowed}")
     if c.divides_visits and not can_divide_visits(c):
         allowed = f"plain, in any order, to head_dim {MAX_UNPAIRED_HEAD_DIM}"
-        raise ValueError(f"divides_visits is True in {c.name}, allowed: {allowed}, with nothing else like it")
+        others = "without one_tile, divides_heads and walks_back"
+        raise ValueError(f"divides_visits is True in {c.name}, allowed: {allowed}, {others}")
     if c.few_keys and c.layout == DENSE:
         raise ValueError(f"few_keys is True with layout {c.layout!r}, allowed: 'varlen'")
     if c.one_tile and (not c.is_plain or c.ordered or is_paired):

@@ -21,7 +21,8 @@ class BackwardOptions(LoopInvariant):
     Attributes:
         window: the sides, 0 or more, and NO_LIMIT for one without an end; with ``causal`` the right one is not read.
             With a chunk its keys come last, 1 or more.
-        plan: that of key tiles, and the number of its sequences, one more than the caller's.
+        plan: that of key tiles, and the number of its sequences, one more than the caller's; or the fields of
+            ``DividedTiles``.
         softcap: the cap.
         slopes: those of ALiBi, float32 (batch, heads).
         dropout: the arguments of ``Dropout.of``.

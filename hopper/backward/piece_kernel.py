@@ -74,7 +74,7 @@ class PieceBackwardKernel(BackwardKernel):
         state = pipeline.make_pipeline_state(loading, self.config.stages)
         item = work.scheduler.first()
         while item < work.num_items:
-            n_block, head_kv, batch = work.coordinates(work.pieces.tile(item))
+            n_block, head_kv, batch = work.coordinates(work.divided.tile(item))
             seqlens = work.seqlens.of(batch)
             producer.load_keys(n_block, head_kv, seqlens, kv_state)
             kv_state.advance()
@@ -108,7 +108,7 @@ class PieceBackwardKernel(BackwardKernel):
         consumer.dq.clear()
         item = work.scheduler.first()
         while item < work.num_items:
-            n_block, head_kv, batch = work.coordinates(work.pieces.tile(item))
+            n_block, head_kv, batch = work.coordinates(work.divided.tile(item))
             visit = work.visit(n_block, batch)
             span = work.span(item, visit)
             key = n_block * c.tile_n + key_in_tile
@@ -123,7 +123,7 @@ class PieceBackwardKernel(BackwardKernel):
                 between = blocks_between(span, i, visit)
                 state = walk(work, consumer, scores, (n_block, first_tile, batch), between, wg, state)
             consumer.pipes.kv.consumer_release(kv_state)
-            if work.pieces.is_piece(item):
+            if work.divided.is_piece(item):
                 work.leave(item, consumer, wg, epilogue.softmax_scale)
             else:
                 epilogue.store(consumer, self._last_block(state), (n_block, head_kv, seqlens))

@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from cute_kernels.backward.finish_pieces import NUMBERS_OF_A_PLACE
+from cute_kernels.backward.step import NUMBERS_OF_A_PLACE
 from cute_kernels.fast_math import pin
 from cute_kernels.integers import maximum, minimum
 from cute_kernels.invariant import LoopInvariant
@@ -27,7 +27,7 @@ from hopper.backward.work import BackwardWork
 
 
 @dataclass(frozen=True)
-class Pieces(LoopInvariant):
+class DividedTiles(LoopInvariant):
     """Which tiles of a launch are divided: ``count`` of them from number ``first`` on, into ``each`` pieces, of which
     ``reciprocal`` is ``reciprocal_of``. The launch has items then: a piece, or a tile that is not divided.
 
@@ -78,27 +78,27 @@ def blocks_between(span: tuple, head: Int32 | int, visit: Visit) -> Visit:
 
 @dataclass(frozen=True)
 class PieceWork(BackwardWork):
-    """``BackwardWork`` some of whose tiles are divided, by ``pieces``."""
+    """``BackwardWork`` some of whose tiles are divided, by ``divided``."""
 
-    pieces: Pieces | None = None
+    divided: DividedTiles | None = None
 
     @property
     def num_items(self) -> Int32:
-        return self.pieces.items(self.num_tiles)
+        return self.divided.items(self.num_tiles)
 
     @cute.jit
     def span(self, item: Int32, visit: Visit) -> tuple[Int32, Int32]:
         """What an item visits of the query tiles of all heads, ``visit`` being that of its key tile and a head."""
         begin, end = Int32(0), (visit.end - visit.begin) * self.heads_per_kv_head
-        if self.pieces.is_piece(item):
-            blocks, piece = end, self.pieces.piece(item)
-            begin, end = self.pieces.begin(piece, blocks), self.pieces.begin(piece + 1, blocks)
+        if self.divided.is_piece(item):
+            blocks, piece = end, self.divided.piece(item)
+            begin, end = self.divided.begin(piece, blocks), self.divided.begin(piece + 1, blocks)
         return begin, end
 
     @cute.jit
     def leave(self, item: Int32, consumer: BackwardConsumer, wg: Int32, scale: Float32):
         """A consumer warpgroup's dK and dV of a piece, and once for each tile where that lies."""
-        p = self.pieces
+        p = self.divided
         inside, piece = p.tile(item) - p.first, p.piece(item)
         scaled = consumer.acc_dK.load() * scale
         consumer.acc_dK.store(scaled)
@@ -111,7 +111,7 @@ class PieceWork(BackwardWork):
 
 
 class PieceBatch(DenseBatch):
-    """``DenseBatch``, whose plan are the fields of ``Pieces``."""
+    """``DenseBatch``, whose plan are the fields of ``DividedTiles``."""
 
     def lengths(self, mQ: cute.Tensor, mK: cute.Tensor, plan: tuple) -> tuple:
         return *super().lengths(mQ, mK, plan), plan
@@ -126,4 +126,4 @@ class PieceBatch(DenseBatch):
     ) -> PieceWork:
         *seqlens, plan = lengths
         work = super().work(window, scheduler, seqlens, heads_per_kv_head, sizes)
-        return PieceWork(**vars(work), pieces=Pieces(*plan))
+        return PieceWork(**vars(work), divided=DividedTiles(*plan))

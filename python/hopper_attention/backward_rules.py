@@ -73,12 +73,12 @@ the mean 3 % less (`backward_shared_tails.json`)."""
 
 
 class Division(NamedTuple):
-    """``tiles`` key tiles from number ``first`` on, of the order in which CTAs claim them, each divided into ``pieces``
-    of what it visits."""
+    """``tiles`` key tiles from number ``first`` on, of the order in which CTAs claim them, ``each`` of them
+    divided into so many pieces of what it visits."""
 
     first: int
     tiles: int
-    pieces: int
+    each: int
 
 
 class BackwardProblem(NamedTuple):

@@ -186,7 +186,7 @@ empty_on_gpu = vars(guards).get("_empty_strided_cuda", _empty_strided)
 """A new tensor of a shape and strides on the current GPU. It is what code of torch.compile allocates with: half of the
 host time of torch.empty, as it leaves the dispatcher out. A torch that has it no more takes that time."""
 
-KEPT_BYTES = 2**24
+KEPT_BYTES = 2**25
 """Work memory that a thread keeps for a stream, at most."""
 
 KEPT_STREAMS, KEPT_KINDS = 16, 1024
@@ -242,9 +242,9 @@ class WorkMemory(threading.local):
             return None
         found: Made | None = self._made.get((device_index, stream, owner))
         if found is None:
-            work = self.get(device_index, pieces)
-            if (device_index, stream, pieces) not in self._cuts:
+            if sum(_rooms(pieces)) > KEPT_BYTES:
                 return None
+            work = self.get(device_index, pieces)
             if len(self._made) >= KEPT_KINDS:
                 self._made.clear()
             found = self._made[device_index, stream, owner] = make(work)
@@ -252,7 +252,7 @@ class WorkMemory(threading.local):
 
     def _cut(self, device_index: int, stream: int, pieces: Pieces) -> Work:
         """``get`` of pieces that the stream had not yet."""
-        rooms = [-(-piece.bytes // PIECE_BYTES) * PIECE_BYTES for piece in pieces]
+        rooms = _rooms(pieces)
         size, key = sum(rooms), (device_index, stream)
         if size > KEPT_BYTES:
             return _new_pieces(f"cuda:{device_index}", pieces)
@@ -270,6 +270,12 @@ class WorkMemory(threading.local):
         cut = Work(tensors, tuple(map(kept_argument, tensors)))
         self._cuts[device_index, stream, pieces] = cut
         return cut
+
+
+@lru_cache(maxsize=KEPT_KINDS)
+def _rooms(pieces: Pieces) -> tuple[int, ...]:
+    """The bytes that each takes of the memory of a stream."""
+    return tuple(-(-piece.bytes // PIECE_BYTES) * PIECE_BYTES for piece in pieces)
 
 
 def _new_pieces(device: torch.device | str, pieces: Pieces) -> Work:

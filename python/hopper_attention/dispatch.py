@@ -47,7 +47,7 @@ from hopper_attention.qv import check_qv, check_qv_scores, fold, folds_heads
 from hopper_attention.scores import NO_SCORES, ScoreKind, Scores, check_scores
 from hopper_attention.torch_rules import TorchConfig, why_not_torch
 from hopper_attention.value_parts import needs_parts, part_widths
-from hopper_attention.visit_pieces import with_shares
+from hopper_attention.visit_pieces import as_served
 
 __all__ = [
     "BackendStatus",
@@ -281,12 +281,9 @@ def explain(
         shapes = whole["q"].shape, whole["k"].shape, first_part(whole)[0]["v"].shape
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         gradient = BackwardProblem(*shapes, specs["q"].dtype, causal, in_order, mask.has_window, scores.kind)
-        gradient = backward_rules.in_strips(gradient._replace(has_chunk=mask.attention_chunk > 0), mask.sides)
+        gradient = gradient._replace(has_chunk=mask.attention_chunk > 0)
         if choice.backend == "hopper":
-            gradient = backward_rules.in_faster_order(gradient)
-        gradient = backward_rules.in_one_tile(gradient)
-        if choice.backend == "hopper":
-            gradient = with_shares(gradient, mask.sides)
+            gradient = as_served(gradient, mask.sides)
         if is_fp8:
             notes += (NO_FP8_GRADIENT,)
         elif qv is not None:

@@ -69,8 +69,8 @@ def with_head_parts(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
         return p
     walks = _walks((seqlen_q, seqlen_k), p.causal, sides)
     tiles = batch * kv_heads * -(-seqlen_k // TILE)
-    is_ordered = p.deterministic or p.has_window or max(p.q_shape[3], p.v_shape[3]) > MAX_UNPAIRED_HEAD_DIM
-    if p.causal and not is_ordered:
+    is_wide = max(p.q_shape[3], p.v_shape[3]) > MAX_UNPAIRED_HEAD_DIM
+    if p.causal and not (p.deterministic or p.has_window or is_wide):
         parts = _fastest_of_walks(tiles, walks, heads // kv_heads, around(batch, seqlen_q, heads))
         return p._replace(head_parts=parts)
     return p._replace(head_parts=_fastest(p.kind, tiles, walks, heads // kv_heads))

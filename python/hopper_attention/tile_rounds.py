@@ -32,7 +32,7 @@ ROWS_OF_A_LAUNCH, ROWS_OF_A_QUERY = 250, 0.0134
 GAIN = 0.975
 """Of the time without, above which sharing is not worth it."""
 
-UNEVEN = 1 / 4
+UNEVEN_WALKS = 1 / 4
 """Of the longest walk, by how much the last CTA ends behind the mean where tiles of several heads have walks of all
 lengths: as measured where heads share K and V. By their order alone it would be less."""
 
@@ -54,11 +54,11 @@ def time_of_rounds(tiles: int, walk: int, each: int) -> float:
     return (rounds + last) * (walk / each + more) + _time_to_add(tiles * each, each)
 
 
-def time_of_walks(tiles: int, longest: float, mean: float, each: int) -> float:
+def time_of_walks(walks: int, longest: float, mean: float, each: int) -> float:
     """Of so many walks of all lengths up to the longest, where ``each`` are of the same tile."""
     more = ROWS_OF_A_PIECE if each > 1 else 0
     longest, mean = longest + more, mean + more
-    return max(longest, tiles * mean / MULTIPROCESSORS + UNEVEN * longest) + _time_to_add(tiles, each)
+    return max(longest, walks * mean / MULTIPROCESSORS + UNEVEN_WALKS * longest) + _time_to_add(walks, each)
 
 
 def time_in_order(walks: Sequence[float], each: int) -> float:

@@ -13,7 +13,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from hopper.backward.config import MAX_UNPAIRED_HEAD_DIM, select_backward_config
-from hopper_attention.backward_rules import BackwardProblem, Division
+from hopper_attention.backward_rules import (
+    BackwardProblem,
+    Division,
+    in_faster_order,
+    in_one_tile,
+    in_strips,
+)
 from hopper_attention.checks import DTYPE_NAMES
 from hopper_attention.head_parts import MAX_BATCH_OR_HEADS, REMEMBERED_LENGTHS, with_head_parts
 from hopper_attention.masks import Sides
@@ -28,7 +34,7 @@ FEWEST_BLOCKS = 2
 """Query tiles of a piece."""
 
 MOST_COUNTED = 2**30 - 1
-"""Query tiles of a key tile times its pieces twice, for which ``head_of_part`` divides exactly."""
+"""Query tiles of a key tile times the square of its pieces, for which ``head_of_part`` divides exactly."""
 
 MOST_ROUNDS = 10
 """Of tiles: launches of more are left alone. Four long passes took -1.6 to +1.7 % more time where 2 to 5 % less were
@@ -42,6 +48,14 @@ there, where counts are off by up to 7 %, and gains were timed at about a tile a
 
 TAIL_ROWS = 65536
 """Queries of all heads, up to which all heads are the tail of a launch (``hopper/backward/batch.py``)."""
+
+
+def as_served(problem: BackwardProblem, sides: Sides, has_dlse: bool = False) -> BackwardProblem:
+    """A problem as the Hopper kernels serve a whole backward pass of it: in strips, in a fixed order where that is
+    faster, in one tile, or with what CTAs share. ``has_dlse`` says that there is a gradient of the LSE."""
+    problem = in_strips(in_faster_order(problem), sides)
+    alone = in_one_tile(problem)
+    return alone if alone.one_tile and not has_dlse else with_shares(problem, sides)
 
 
 def with_shares(problem: BackwardProblem, sides: Sides) -> BackwardProblem:

@@ -75,7 +75,7 @@ def parts_of(x: Any, causal: bool, deterministic: bool = False, sides: Sides = F
     shapes = x.q.shape, x.k.shape, x.v.shape
     found = backward.find_for_call(*shapes, x.q.dtype, x.q.device, causal, deterministic, None, sides)
     if isinstance(found, PieceLauncher):
-        return found.division.pieces
+        return found.division.each
     return found.head_parts if isinstance(found, DividedLauncher) else 1
 
 

@@ -29,7 +29,7 @@ def gradients_in_pieces(
     ctas: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of (dout, q, k, v) and (out, lse); results and work memory hold NaN, or numbers far off, before.
-    All items are claimed by the last of ``ctas``, but for the first one of each."""
+    CTAs run one after the other: the first of ``ctas`` claims all items but for the first one of each other."""
     dout, q, k, _ = inputs
     dq, dk, dv = (torch.full_like(x, math.nan) for x in inputs[1:])
     lse_log2, delta, sums = prepare_on_numpy(config, results[0], dout, results[1])
@@ -47,7 +47,7 @@ def gradients_in_pieces(
     arguments.tensor(counter, (len(counter),), ())
     n_blocks, m_blocks = -(-seqlen_k // c.tile_n), -(-q.shape[1] // c.tile_m)
     arguments.add(softmax_scale, q.shape[1], seqlen_k)
-    arguments.add(*division, reciprocal_of(division.pieces))
+    arguments.add(*division, reciprocal_of(division.each))
     for x in left:
         arguments.tensor(x, tuple(x.shape[1::-1]), x.stride()[2::-1])
     arguments.tensor(places, tuple(places.shape), ())

@@ -12,10 +12,7 @@ from hopper.backward.config import (
     validate_backward_config,
 )
 from hopper.backward.shipped import shipped_backward_configs
-from hopper.backward.written_configs import (
-    select_one_tile_config,
-    select_strip_config,
-)
+from hopper.backward.written_configs import select_one_tile_config, select_strip_config
 from hopper.config import SMEM_BYTES, Registers
 from hopper.inspection import ResourceUsage
 from tests.compile_pool import usage_of_each

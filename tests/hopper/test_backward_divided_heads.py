@@ -21,10 +21,7 @@ from hopper.backward.config import (
     validate_backward_config,
 )
 from hopper.backward.parts import head_of_part, reciprocal_of
-from hopper.backward.written_configs import (
-    select_one_tile_config,
-    select_strip_config,
-)
+from hopper.backward.written_configs import select_one_tile_config, select_strip_config
 from hopper.config import SMEM_BYTES
 from tests.compile_pool import usage_of_each
 from tests.hopper.hopper_machine import AT_ONCE

@@ -7,14 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hopper.backward.config import (
-    select_backward_config,
-    validate_backward_config,
-)
-from hopper.backward.written_configs import (
-    fit_one_tile,
-    select_one_tile_config,
-)
+from hopper.backward.config import select_backward_config, validate_backward_config
+from hopper.backward.written_configs import fit_one_tile, select_one_tile_config
 from tests.hopper.on_numpy import backward_on_numpy
 from tests.hopper.test_backward_windows import DTYPES, EPSILON, LATE, attend, draw, visible
 from tests.hopper.wgmma_hazards import find_hazards

@@ -13,7 +13,7 @@ from cute_kernels.backward.step import BackwardStep
 from cute_kernels.query_range import Visit
 from hopper.backward.config import BackwardConfig, select_backward_config, validate_backward_config
 from hopper.backward.parts import reciprocal_of
-from hopper.backward.pieces import Pieces, blocks_between
+from hopper.backward.pieces import DividedTiles, blocks_between
 from hopper.backward.written_configs import select_one_tile_config
 from hopper.config import SMEM_BYTES
 from hopper_attention.backward_rules import Division
@@ -46,7 +46,7 @@ def test_no_register_is_spilled() -> None:
     assert all(usage.registers <= 64 for c, usage in usages.items() if isinstance(c, BackwardStep))
 
 
-@pytest.mark.parametrize("timing", [AT_ONCE, LATE], ids=["at once", "late"])
+@pytest.mark.parametrize(("timing", "ctas"), [(AT_ONCE, 1), (LATE, 2), (LATE, 20)], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "causal", "seqlens", "heads", "batch", "division"),
     [
@@ -64,11 +64,12 @@ def test_no_register_is_spilled() -> None:
         ("bfloat16", 96, True, (200, 260), (1, 1), 2, (0, 6, 4)),
     ],
 )
-def test_gradients(dtype, head_dim, causal, seqlens, heads, batch, division, timing) -> None:
+def test_gradients(dtype, head_dim, causal, seqlens, heads, batch, division, timing, ctas) -> None:
+    """By one CTA, by two that share a key tile, and by more than there are items."""
     case = Case(dtype, seqlens, heads, head_dim, batch, causal)
     native = next(size for size in HEAD_DIMS if size >= head_dim)
     given = case.inputs, case.rows, head_dim**-0.5, timing, Division(*division)
-    case.check(gradients_in_pieces(dividing(dtype, native, causal), *given))
+    case.check(gradients_in_pieces(dividing(dtype, native, causal), *given, ctas=ctas))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -102,7 +103,7 @@ def test_it_has_as_many_products_and_no_hazards(head_dim: int) -> None:
 )
 def test_items_of_a_launch(tiles: int, division: tuple[int, int, int]) -> None:
     """Tiles come in their order, and the pieces of each in theirs."""
-    pieces = Pieces(*division, reciprocal_of(division[2]))
+    pieces = DividedTiles(*division, reciprocal_of(division[2]))
     items = range(pieces.items(tiles))
     found = [(pieces.tile(i), pieces.piece(i) if pieces.is_piece(i) else None) for i in items]
     first, count, each = division
@@ -119,7 +120,7 @@ def test_items_of_a_launch(tiles: int, division: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("visit", [(0, 0, 5, 5), (2, 4, 9, 9), (3, 9, 9, 9), (0, 0, 700, 700)])
 def test_pieces_visit_all_blocks_once(visit: tuple[int, ...], each: int, heads: int) -> None:
     """In their order, each about as many, and with a mask where the tile has one."""
-    tile, pieces = Visit(*visit), Pieces(0, 1, each, reciprocal_of(each))
+    tile, pieces = Visit(*visit), DividedTiles(0, 1, each, reciprocal_of(each))
     blocks, seen, counts = (tile.end - tile.begin) * heads, [], []
     for piece in range(each):
         span = pieces.begin(piece, blocks), pieces.begin(piece + 1, blocks)

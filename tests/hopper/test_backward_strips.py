@@ -9,14 +9,9 @@ import torch
 
 from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.window import Window
-from hopper.backward.config import (
-    validate_backward_config,
-)
+from hopper.backward.config import validate_backward_config
 from hopper.backward.strips import StripOrder, StripWork, length_of_strips
-from hopper.backward.written_configs import (
-    fit_strips,
-    select_strip_config,
-)
+from hopper.backward.written_configs import fit_strips, select_strip_config
 from tests.hopper.on_numpy import backward_on_numpy
 from tests.hopper.test_backward_windows import DTYPES, EPSILON, LATE, attend, draw, visible
 

@@ -8,14 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from hopper.backward.config import (
-    BackwardConfig,
-    select_backward_config,
-    validate_backward_config,
-)
-from hopper.backward.written_configs import (
-    select_one_tile_config,
-)
+from hopper.backward.config import BackwardConfig, select_backward_config, validate_backward_config
+from hopper.backward.written_configs import select_one_tile_config
 from hopper.config import SMEM_BYTES
 from tests.compile_pool import usage_of_each
 from tests.hopper.hopper_machine import AT_ONCE

@@ -16,17 +16,10 @@ from hopper_attention.backward_rules import (
     Division,
     KernelConfig,
     choose_for,
-    in_faster_order,
-    in_one_tile,
-    in_strips,
     select_for,
     unless_too_large,
 )
-from hopper_attention.launch.base import (
-    REMEMBERED_CALLS,
-    REMEMBERED_LAUNCHERS,
-    index_of,
-)
+from hopper_attention.launch.base import REMEMBERED_CALLS, REMEMBERED_LAUNCHERS, index_of
 from hopper_attention.launch.gradient_launchers import (
     BackwardLauncher,
     DividedLauncher,
@@ -40,7 +33,7 @@ from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores
 from hopper_attention.value_parts import needs_parts
-from hopper_attention.visit_pieces import with_shares
+from hopper_attention.visit_pieces import as_served
 
 
 @lru_cache(maxsize=REMEMBERED_CALLS)
@@ -206,10 +199,9 @@ def find_for_call(
         return None
     problem, chosen = found
     if chosen == "hopper":
-        problem = in_strips(in_faster_order(problem), window)
-        if not has_dlse and in_one_tile(problem).one_tile:
-            return find_of_one_tile(in_one_tile(problem).kind, device)
-        problem = with_shares(problem, window)
+        problem = as_served(problem, window, has_dlse)
+    if problem.one_tile:
+        return find_of_one_tile(problem.kind, device)
     if problem.division is not None:
         return find_in_pieces(problem.kind, device, problem.division)
     if problem.head_parts > 1:

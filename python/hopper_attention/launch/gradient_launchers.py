@@ -14,15 +14,10 @@ from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.backward_rules import (
-    KernelConfig,
-)
+from hopper_attention.backward_rules import KernelConfig
 from hopper_attention.device_memory import Pieces, Work
 from hopper_attention.launch.at_once import Given, Step
-from hopper_attention.launch.base import (
-    Launcher,
-    count_ctas,
-)
+from hopper_attention.launch.base import Launcher, count_ctas
 from hopper_attention.launch.forward import NO_PLAN, NO_SIDES
 from hopper_attention.launch.gradient_memory import (
     FEWEST_WORDS,

@@ -87,7 +87,7 @@ class GradientSums:
 
 def may_replace_keys(launcher: BackwardLauncher) -> bool:
     """Whether dK and dV may be written over K and V: where a tile of keys is read by one CTA alone, which writes their
-    gradients when it has done all queries."""
+    gradients when it has done all queries, or else ``finish`` writes them, behind the kernel."""
     config = launcher.config
     return isinstance(config, BackwardConfig) and not isinstance(config, PairedBackwardConfig)
 

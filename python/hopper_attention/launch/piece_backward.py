@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_kernels.backward.finish_pieces import NUMBERS_OF_A_PLACE
+from cute_kernels.backward.step import NUMBERS_OF_A_PLACE
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
 from hopper_attention.backward_rules import Division
@@ -68,6 +68,6 @@ def divided_tile_pieces(
     config: BackwardConfig, tile: DqTile, q_shape: tuple[int, ...], division: Division
 ) -> Pieces:
     """``work_pieces``, and what is left of dK and dV of divided tiles, and where these lie."""
-    of_keys = Piece((division.tiles, division.pieces, config.dq_parts, config.dk_words))
+    of_keys = Piece((division.tiles, division.each, config.dq_parts, config.dk_words))
     places = Piece((division.tiles * NUMBERS_OF_A_PLACE,), torch.int32)
     return *work_pieces(tile, q_shape), of_keys, of_keys, places

@@ -23,6 +23,8 @@ from hopper_attention.experiments.bench.gradients import draw_output_gradient
 from hopper_attention.experiments.bench.peers import Inputs, Limits, Peer, Prepared, Setting
 from hopper_attention.experiments.bench.results import AMPERE, OURS, OURS_DETERMINISTIC
 from hopper_attention.experiments.bench.spec import Problem
+from hopper_attention.masks import FULL_SIDES
+from hopper_attention.visit_pieces import as_served
 
 GRADIENT_LIMITS = {
     "float16": Limits(1.3e-3, 5e-2),
@@ -70,6 +72,8 @@ def describe_ours(
     choice = choose_backward(asked, target, backend)
     if choice.backend not in KERNELS:
         raise NotImplementedError(choice.reason)
+    if choice.backend == "hopper":
+        asked = as_served(asked, FULL_SIDES)
     return select_config(asked, choice.backend, target.capability).name
 
 

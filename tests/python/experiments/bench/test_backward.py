@@ -161,6 +161,9 @@ def test_on_a_gpu_only_the_kernel_is_ours(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bench_backward_peers, "target_of", lambda device: target)
     inputs, on_gpu = bench.draw_inputs(SQUARE, 0, "cpu"), Setting("cuda")
     note = bench_backward_peers.describe_ours(SQUARE, inputs, on_gpu)
+    assert note == "hopper_bwd_bf16_d64_causal_m64n128s2_r240_24_tile"
+    long = replace(SQUARE, seqlen_q=640, seqlen_k=640)
+    note = bench_backward_peers.describe_ours(long, bench.draw_inputs(long, 0, "cpu"), on_gpu)
     assert note == "hopper_bwd_bf16_d64_causal_m128n128s2_r240_24"
     wide = replace(SQUARE, head_dim=192, head_dim_v=192)
     note = bench_backward_peers.describe_ours(wide, bench.draw_inputs(wide, 0, "cpu"), on_gpu)
@@ -183,11 +186,12 @@ def test_the_kernel_without_wgmma_is_a_row_of_its_own(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(bench_backward_peers, "flash_attn_func", attention)
     monkeypatch.setattr(
-        bench_backward_peers, "draw_output_gradient", lambda *_: torch.ones(2, 96, 4, 64).bfloat16()
+        bench_backward_peers, "draw_output_gradient", lambda *_: torch.ones(2, 200, 4, 64).bfloat16()
     )
-    inputs, on_gpu = bench.draw_inputs(SQUARE, 0, "cpu"), Setting("cuda")
+    problem = replace(SQUARE, seqlen_q=200, seqlen_k=200)
+    inputs, on_gpu = bench.draw_inputs(problem, 0, "cpu"), Setting("cuda")
     for name, arch in (("ampere", "sm_90a"), ("ours", ""), ("ours_deterministic", "")):
-        prepared = BACKWARD_PEERS[name].prepare(SQUARE, inputs, on_gpu)
+        prepared = BACKWARD_PEERS[name].prepare(problem, inputs, on_gpu)
         assert prepared.note.startswith(
             f"ampere_bwd_{arch}_bf16_d64_causal_" if arch else "hopper_bwd_bf16_d64_"
         )
@@ -196,7 +200,7 @@ def test_the_kernel_without_wgmma_is_a_row_of_its_own(monkeypatch: pytest.Monkey
     # Its forward runs on the same backend.
     assert asked == [("ampere", False), (None, False), (None, True)]
     targets["cuda"] = Target("fake A100", (8, 0), assume_installed=True)
-    note = bench_backward_peers.describe_ours(SQUARE, inputs, on_gpu)
+    note = bench_backward_peers.describe_ours(problem, inputs, on_gpu)
     assert note.startswith("ampere_bwd_sm_80_bf16_d64_causal_")
 
 
