@@ -25,7 +25,15 @@ from hopper_attention.head_parts import MAX_BATCH_OR_HEADS, REMEMBERED_LENGTHS, 
 from hopper_attention.masks import Sides
 from hopper_attention.packing_rules import MULTIPROCESSORS
 from hopper_attention.scores import PLAIN
-from hopper_attention.tile_rounds import GAIN, TILE, around, causal_walks, time_in_order, time_of_rounds
+from hopper_attention.tile_rounds import (
+    GAIN,
+    LONGER_HALF_FROM,
+    TILE,
+    around,
+    causal_walks,
+    time_in_order,
+    time_of_rounds,
+)
 
 MOST_PIECES = 3 * MULTIPROCESSORS
 """In all: each takes 128 KiB at head_dim 128."""
@@ -45,9 +53,9 @@ TILES_WITH_A_MASK, GAIN_WITH_A_MASK = 3 * MULTIPROCESSORS // 2, 0.93
 """Up to which tiles are divided under a causal mask, with more of them the shortest ones fill what is left; and GAIN
 there, where counts are off by up to 7 %, and gains were timed at about a tile a multiprocessor."""
 
-
 TAIL_ROWS = 65536
-"""Queries of all heads, up to which all heads are the tail of a launch (``hopper/backward/batch.py``)."""
+"""Queries of all heads, up to which all of more than a few heads are the tail of a launch, whose order is counted
+(``hopper/backward/batch.py``)."""
 
 
 def as_served(problem: BackwardProblem, sides: Sides, has_dlse: bool = False) -> BackwardProblem:
@@ -90,10 +98,14 @@ def _fastest(
     """Of sizes of batch, lengths and heads, each of Q and of K; None where nothing is gained over ``head_parts``."""
     (batch, _), seqlens, (heads, kv_heads) = sizes
     tile_m = select_backward_config(dtype, head_dim, head_dim, causal).tile_m
+    all_heads = batch * kv_heads
+    tiles, walk = all_heads * -(-seqlens[1] // TILE), seqlens[0] * (heads // kv_heads)
     if causal:
-        found = _times_with_a_mask(seqlens, batch * kv_heads, tile_m)
+        is_tail = all_heads < LONGER_HALF_FROM or seqlens[0] * all_heads <= TAIL_ROWS
+        if tiles > TILES_WITH_A_MASK or not is_tail:
+            return None
+        found = _times_with_a_mask(seqlens, all_heads, tile_m)
     else:
-        tiles, walk = batch * kv_heads * -(-seqlens[1] // TILE), seqlens[0] * (heads // kv_heads)
         found = _times_without_mask(tiles, walk, head_parts, tile_m)
     (undivided, _), *divided = found
     best, division = min(divided, default=(undivided, None), key=lambda each: each[0])
@@ -121,11 +133,8 @@ def _times_without_mask(tiles: int, walk: int, head_parts: int, tile_m: int) -> 
 
 def _times_with_a_mask(seqlens: tuple[int, int], heads: int, tile_m: int) -> Timed:
     """The same under a causal mask, of so many heads of K and V in all batches."""
-    tiles = heads * -(-seqlens[1] // TILE)
-    if tiles > TILES_WITH_A_MASK or seqlens[0] * heads > TAIL_ROWS:
-        yield 0.0, None
-        return
     walks = causal_walks(seqlens, heads)
+    tiles = len(walks)
     yield time_in_order(walks, 1), None
     for each in PIECES_WITH_A_MASK:
         if each <= _most_pieces(tiles, max(walks) // tile_m):

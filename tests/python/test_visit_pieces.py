@@ -233,6 +233,29 @@ def test_it_is_told(seqlen: int, is_divided: bool) -> None:
     assert ("_pieces" in note) == is_divided and "hopper_bwd_bf16_d128" in note
 
 
+def test_what_is_told_is_what_runs(kernel_calls: list[Any]) -> None:
+    """Of calls of all sizes; with a gradient of the LSE a kernel of one tile does not serve."""
+    drawn, names = random.Random(5), set()
+    for _ in range(150):
+        heads = drawn.choice(((8, 8), (3, 1), (32, 8), (5, 5), (16, 1)))
+        sizes = (
+            drawn.choice((1, 1, 2, 5)),
+            int(2 ** drawn.uniform(5, 13)),
+            heads,
+            drawn.choice((64, 128, 256)),
+        )
+        asked = problem(*sizes, causal=drawn.random() < 0.5)
+        q, k, v = (
+            torch.empty(shape, dtype=BF16, device="meta", requires_grad=True)
+            for shape in (asked.q_shape, asked.k_shape, asked.v_shape)
+        )
+        note = explain(q, k, v, causal=asked.causal, device_capability=(9, 0)).notes[-1]
+        found = found_for(asked).config.name
+        assert note.endswith(f" {found}") or f" {found}:" in note or f" {found}," in note, (note, found)
+        names.add(found.partition("s2_r240_24")[2])
+    assert {"", "_pieces", "_divided", "_tile", "_pair"} <= names
+
+
 @pytest.mark.parametrize(
     ("heads", "head_dim", "causal", "count"),
     [((32, 8), 128, (False, True), 1), ((12, 12), 64, (False, True), 2), ((8, 8), 256, (False,), 0)],

@@ -29,7 +29,7 @@ from hopper_attention.distributed.waves import (
 from hopper_attention.launch.backward import find_for_call
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.launch.forward import ReadyLaunch, run_forward
-from hopper_attention.launch.gradient_launchers import BackwardLauncher
+from hopper_attention.launch.gradient_launchers import FinishedLauncher
 from hopper_attention.launch.gradient_sums import may_replace_keys
 from hopper_attention.launch.gradients import differentiate
 from hopper_attention.launch.gradients_again import (
@@ -72,7 +72,7 @@ def _serves(
 ) -> bool:
     launcher = find_for_call(*shapes, dtype, device, mask.causal, deterministic, backend, mask.sides)
     # What no such launcher serves makes them elsewhere.
-    return launcher is None or (isinstance(launcher, BackwardLauncher) and may_replace_keys(launcher))
+    return launcher is None or (isinstance(launcher, FinishedLauncher) and may_replace_keys(launcher))
 
 
 def may_take_their_places(shapes: tuple[torch.Size, ...], q: Tensor, mask: MaskSpec, call: Call) -> bool:

@@ -102,7 +102,7 @@ def find_in_pieces(problem: GradientProblem, device: torch.device, division: Div
 def _find_all_parts(
     problem: GradientProblem, device: torch.device
 ) -> tuple[int, KernelConfig, Kernel, tuple[int, ...], Kernel, Kernel]:
-    """What a ``BackwardLauncher`` of the Hopper kernel has, in order."""
+    """What a ``FinishedLauncher`` of the Hopper kernel has, in order."""
     config = find_config(problem, device, "hopper")
     before, behind = (
         compile_cache.get_backward(BackwardStep(step, config)) for step in ("prepare", "finish")

@@ -170,10 +170,15 @@ class PreparedLauncher(GradientLauncher):
 
 
 @dataclass(frozen=True)
-class BackwardLauncher(PreparedLauncher):
+class FinishedLauncher(PreparedLauncher):
     """That of a kernel which adds dQ up in float32, which ``finish`` rounds."""
 
     finish: Kernel
+
+
+@dataclass(frozen=True)
+class BackwardLauncher(FinishedLauncher):
+    """The same of a kernel which writes dK and dV as they are to be."""
 
     def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
         return work_pieces(self.dq_tile, q_shape)
@@ -232,7 +237,7 @@ class BackwardLauncher(PreparedLauncher):
 
 
 @dataclass(frozen=True)
-class DividedLauncher(BackwardLauncher):
+class DividedLauncher(FinishedLauncher):
     """That of a kernel which leaves dK and dV in float32, of each of ``head_parts`` parts of the query heads of a head
     of K and V. ``finish`` adds them up, and rounds dQ as well."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hopper.backward.config import BackwardConfig, PairedBackwardConfig
-from hopper_attention.launch.gradient_launchers import BackwardLauncher
+from hopper_attention.launch.gradient_launchers import BackwardLauncher, FinishedLauncher
 from hopper_attention.launch.gradient_memory import subtract_lse_gradient, work_pieces
 from hopper_attention.layout import make_addressable
 from hopper_attention.masks import MaskSpec
@@ -85,7 +85,7 @@ class GradientSums:
             self.finish_with.finish(self.sums, dq, softmax_scale)
 
 
-def may_replace_keys(launcher: BackwardLauncher) -> bool:
+def may_replace_keys(launcher: FinishedLauncher) -> bool:
     """Whether dK and dV may be written over K and V: where a tile of keys is read by one CTA alone, which writes their
     gradients when it has done all queries, or else ``finish`` writes them, behind the kernel."""
     config = launcher.config

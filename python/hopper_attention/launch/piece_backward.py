@@ -16,12 +16,12 @@ from hopper_attention.backward_rules import Division
 from hopper_attention.device_memory import Piece, Pieces, Work
 from hopper_attention.launch.at_once import Given, Step
 from hopper_attention.launch.base import REMEMBERED_CALLS
-from hopper_attention.launch.gradient_launchers import BackwardLauncher
+from hopper_attention.launch.gradient_launchers import FinishedLauncher
 from hopper_attention.launch.gradient_memory import DqTile, work_pieces
 
 
 @dataclass(frozen=True)
-class PieceLauncher(BackwardLauncher):
+class PieceLauncher(FinishedLauncher):
     """That of a kernel which leaves dK and dV of the key tiles of ``division`` in float32, in pieces. ``finish`` adds
     them up, and rounds dQ as well."""
 
