@@ -73,8 +73,8 @@ the mean 3 % less (`backward_shared_tails.json`)."""
 
 
 class Division(NamedTuple):
-    """``tiles`` key tiles from number ``first`` on, of the order in which CTAs claim them, ``each`` of them
-    divided into so many pieces of what it visits."""
+    """``tiles`` key tiles from number ``first`` on, of the order in which CTAs claim them. What each visits is divided
+    into ``each`` pieces."""
 
     first: int
     tiles: int

@@ -186,7 +186,7 @@ empty_on_gpu = vars(guards).get("_empty_strided_cuda", _empty_strided)
 """A new tensor of a shape and strides on the current GPU. It is what code of torch.compile allocates with: half of the
 host time of torch.empty, as it leaves the dispatcher out. A torch that has it no more takes that time."""
 
-KEPT_BYTES = 2**25
+KEPT_BYTES = 2**24
 """Work memory that a thread keeps for a stream, at most."""
 
 KEPT_STREAMS, KEPT_KINDS = 16, 1024

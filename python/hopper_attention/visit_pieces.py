@@ -73,9 +73,9 @@ def with_shares(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     if not may_divide_visits(problem):
         return divided
     p, (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = problem, problem.q_shape, problem.k_shape
-    head_dim = max(p.q_shape[3], p.v_shape[3])
-    sizes = (batch, batch), (seqlen_q, seqlen_k), (heads, kv_heads)
-    division = _fastest(DTYPE_NAMES[p.dtype], head_dim, p.causal, sizes, divided.head_parts)
+    config = select_backward_config(DTYPE_NAMES[p.dtype], p.q_shape[3], p.v_shape[3], p.causal)
+    sizes = batch, (seqlen_q, seqlen_k), (heads, kv_heads)
+    division = _fastest(config.tile_m, p.causal, *sizes, divided.head_parts)
     return divided if division is None else problem._replace(division=division)
 
 
@@ -93,18 +93,22 @@ def may_divide_visits(problem: BackwardProblem) -> bool:
 
 @lru_cache(maxsize=REMEMBERED_LENGTHS)
 def _fastest(
-    dtype: str, head_dim: int, causal: bool, sizes: tuple[tuple[int, int], ...], head_parts: int
+    tile_m: int,
+    causal: bool,
+    batch: int,
+    seqlens: tuple[int, int],
+    heads_of_both: tuple[int, int],
+    head_parts: int,
 ) -> Division | None:
-    """Of sizes of batch, lengths and heads, each of Q and of K; None where nothing is gained over ``head_parts``."""
-    (batch, _), seqlens, (heads, kv_heads) = sizes
-    tile_m = select_backward_config(dtype, head_dim, head_dim, causal).tile_m
-    all_heads = batch * kv_heads
-    tiles, walk = all_heads * -(-seqlens[1] // TILE), seqlens[0] * (heads // kv_heads)
+    """Of lengths and heads of Q and of K; None where nothing is gained over ``head_parts``."""
+    heads, kv_heads = heads_of_both
+    heads_of_keys = batch * kv_heads
+    tiles, walk = heads_of_keys * -(-seqlens[1] // TILE), seqlens[0] * (heads // kv_heads)
     if causal:
-        is_tail = all_heads < LONGER_HALF_FROM or seqlens[0] * all_heads <= TAIL_ROWS
+        is_tail = heads_of_keys < LONGER_HALF_FROM or seqlens[0] * heads_of_keys <= TAIL_ROWS
         if tiles > TILES_WITH_A_MASK or not is_tail:
             return None
-        found = _times_with_a_mask(seqlens, all_heads, tile_m)
+        found = _times_with_a_mask(seqlens, heads_of_keys, tile_m)
     else:
         found = _times_without_mask(tiles, walk, head_parts, tile_m)
     (undivided, _), *divided = found

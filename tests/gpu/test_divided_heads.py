@@ -20,9 +20,8 @@ from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention import device_memory, flash_attn_func, flash_attn_varlen_func
 from hopper_attention.backward_rules import MANY_KEYS
 from hopper_attention.launch import backward, packed_backward
-from hopper_attention.launch.gradient_launchers import DividedLauncher
+from hopper_attention.launch.gradient_launchers import DividedLauncher, PieceLauncher
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher
-from hopper_attention.launch.piece_backward import PieceLauncher
 from hopper_attention.masks import FULL_SIDES, Sides
 from tests.gpu.conftest import compile_together
 from tests.gpu.gradients import find_gradient_errors, find_packed_errors

@@ -18,8 +18,12 @@ from hopper_attention import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
-from hopper_attention.launch.gradient_launchers import BackwardLauncher, DividedLauncher, OneTileLauncher
-from hopper_attention.launch.piece_backward import PieceLauncher
+from hopper_attention.launch.gradient_launchers import (
+    BackwardLauncher,
+    DividedLauncher,
+    OneTileLauncher,
+    PieceLauncher,
+)
 from hopper_attention.notices import warn_once
 from hopper_attention.reference import attention_naive
 from tests.gpu.gradients import find_gradient_errors

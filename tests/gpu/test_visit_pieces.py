@@ -14,7 +14,7 @@ from hopper.backward.config import select_backward_config
 from hopper.forward.tilings import shipped_forward_configs
 from hopper_attention import device_memory, flash_attn_func
 from hopper_attention.launch import backward
-from hopper_attention.launch.piece_backward import PieceLauncher
+from hopper_attention.launch.gradient_launchers import PieceLauncher
 from hopper_attention.masks import FULL_SIDES
 from tests.gpu.conftest import compile_together
 from tests.gpu.gradients import find_gradient_errors

@@ -12,8 +12,7 @@ from hopper.backward.batch import DenseBatch
 from hopper.backward.config import BackwardConfig
 from hopper.backward.parts import reciprocal_of
 from hopper_attention.backward_rules import Division
-from hopper_attention.launch.gradient_memory import backward_counter
-from hopper_attention.launch.piece_backward import divided_tile_pieces
+from hopper_attention.launch.gradient_memory import backward_counter, divided_tile_pieces
 from tests.hopper.backward_maps import backward_maps
 from tests.hopper.hopper_machine import Timing
 from tests.hopper.on_numpy import Arguments, prepare_on_numpy, program_of

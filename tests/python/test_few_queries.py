@@ -202,8 +202,7 @@ def test_keys_that_grow_are_found_once(kernels: DecodeKernels, monkeypatch: pyte
 
 
 def test_no_cta_is_without_a_key_block(kernels: DecodeKernels) -> None:
-    """So that work memory of many rows is less, where keys are few."""
-    rooms = []
+    """So that work memory of many rows is kept, where keys are few."""
     for seqlen_k, most in ((2000, 2 * 22), (60_000, 128)):
         sizes = (1, 128, 2, 128), (1, seqlen_k, 2, 128), (1, seqlen_k, 2, 128)
         q, k, v = (few_queries.contiguous_spec(x, BF16, torch.device("cpu")) for x in sizes)
@@ -212,8 +211,8 @@ def test_no_cta_is_without_a_key_block(kernels: DecodeKernels) -> None:
         launcher = launch.find_short_decode(call)
         assert launcher.config.tile_m == 128 and launcher.config.tile_n == 96
         assert launcher.pieces == most <= decode.find_decode(call).pieces == 128
-        rooms.append(sum(piece.bytes for piece in launcher.work))
-    assert rooms[0] < rooms[1] / 2 and rooms[0] <= device_memory.KEPT_BYTES
+        is_kept = sum(piece.bytes for piece in launcher.work) <= device_memory.KEPT_BYTES
+        assert is_kept == (seqlen_k == 2000)
 
 
 def decoded(q: Any, k: Any, v: Any) -> Any:

@@ -18,9 +18,8 @@ from hopper_attention import compile_cache, device_memory, explain, flash_attn_f
 from hopper_attention.backends import HOPPER_CAPABILITY
 from hopper_attention.backward_rules import BackwardProblem, Division, select_for
 from hopper_attention.launch import backward, forward
-from hopper_attention.launch.gradient_launchers import BackwardLauncher, DividedLauncher
+from hopper_attention.launch.gradient_launchers import BackwardLauncher, DividedLauncher, PieceLauncher
 from hopper_attention.launch.gradients import differentiate
-from hopper_attention.launch.piece_backward import PieceLauncher
 from hopper_attention.masks import FULL_SIDES, MaskSpec
 from hopper_attention.model_kernels import ModelShape, kernels_of
 from hopper_attention.scores import NO_SCORES, ScoreKind

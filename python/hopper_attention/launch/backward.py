@@ -24,11 +24,11 @@ from hopper_attention.launch.gradient_launchers import (
     BackwardLauncher,
     DividedLauncher,
     OneTileLauncher,
+    PieceLauncher,
     PreparedLauncher,
     StripLauncher,
     find_parts,
 )
-from hopper_attention.launch.piece_backward import PieceLauncher
 from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import NO_SCORES, PLAIN, ScoreKind, Scores

@@ -14,7 +14,7 @@ from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig
 from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.backward_rules import KernelConfig
+from hopper_attention.backward_rules import Division, KernelConfig
 from hopper_attention.device_memory import Pieces, Work
 from hopper_attention.launch.at_once import Given, Step
 from hopper_attention.launch.base import Launcher, count_ctas
@@ -24,6 +24,7 @@ from hopper_attention.launch.gradient_memory import (
     DqTile,
     backward_counter,
     divided_pieces,
+    divided_tile_pieces,
     empty_gradients,
     subtract_lse_gradient,
     work_pieces,
@@ -171,26 +172,30 @@ class PreparedLauncher(GradientLauncher):
 
 @dataclass(frozen=True)
 class FinishedLauncher(PreparedLauncher):
-    """That of a kernel which adds dQ up in float32, which ``finish`` rounds."""
+    """That of a kernel which adds dQ up in float32, which ``finish`` rounds. The first three pieces of work memory are
+    the LSE in base 2, delta and these sums."""
 
     finish: Kernel
 
+    @abstractmethod
+    def memory_of_each(
+        self, work: tuple[Any, ...], gradients: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What the kernel and ``finish`` are given, of the pieces of work memory, and dq, dk and dv."""
 
-@dataclass(frozen=True)
-class BackwardLauncher(FinishedLauncher):
-    """The same of a kernel which writes dK and dV as they are to be."""
-
-    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
-        return work_pieces(self.dq_tile, q_shape)
+    def behind_scale(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the kernel is given behind the scale, ``options`` being that of ``launch``."""
+        return options
 
     def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
-        dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
-        lse_log2, delta, sums, counter = memory
-        of_call = softmax_scale, *options, *self.grid
+        dout, q, k, v, out, lse, *gradients = map(Given, range(9))
+        *work, counter = memory
+        for_kernel, for_finish = self.memory_of_each(tuple(work), tuple(gradients))
+        of_call = softmax_scale, *self.behind_scale(options), *self.grid
         return [
-            Step(self.prepare, (out, dout, lse, lse_log2, delta, sums)),
-            Step(self.kernel, (q, k, v, dout, lse_log2, delta, sums, dk, dv, counter, *of_call)),
-            Step(self.finish, (sums, dq, softmax_scale)),
+            Step(self.prepare, (out, dout, lse, *work[:3])),
+            Step(self.kernel, (q, k, v, dout, *for_kernel, counter, *of_call)),
+            Step(self.finish, (*for_finish, softmax_scale)),
         ]
 
     def launch(
@@ -207,11 +212,25 @@ class BackwardLauncher(FinishedLauncher):
         options: tuple[Any, ...],
     ) -> None:
         work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape, k.shape))
-        self._prepare(dout, out, lse, dlse, work)
-        dq, dk, dv = gradients
+        self._prepare(dout, out, lse, dlse, Work(work.tensors[:3], work.arguments[:3]))
+        for_kernel, for_finish = self.memory_of_each(work.arguments, gradients)
         counter = self._counter(work.tensors[2])
-        self._start((q, k, v, dout), (*work.arguments, dk, dv), counter, softmax_scale, options)
-        self.finish(work.arguments[2], dq, softmax_scale)
+        self._start((q, k, v, dout), for_kernel, counter, softmax_scale, self.behind_scale(options))
+        self.finish(*for_finish, softmax_scale)
+
+
+@dataclass(frozen=True)
+class BackwardLauncher(FinishedLauncher):
+    """The same of a kernel which writes dK and dV as they are to be."""
+
+    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
+        return work_pieces(self.dq_tile, q_shape)
+
+    def memory_of_each(
+        self, work: tuple[Any, ...], gradients: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        dq, *of_keys = gradients
+        return (*work, *of_keys), (work[2], dq)
 
     @cached_property
     def adding(self) -> BackwardLauncher:
@@ -246,37 +265,31 @@ class DividedLauncher(FinishedLauncher):
     def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
         return divided_pieces(self.config, self.dq_tile, q_shape, k_shape, self.head_parts)
 
-    def steps(self, softmax_scale: float, options: tuple[Any, ...], memory: tuple[Any, ...]) -> list[Step]:
-        dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
-        *for_kernel, key_sums, value_sums, counter = memory
-        of_call = softmax_scale, *options, *self.grid
-        left = key_sums, value_sums
-        return [
-            Step(self.prepare, (out, dout, lse, *for_kernel)),
-            Step(self.kernel, (q, k, v, dout, *for_kernel, *left, counter, *of_call)),
-            Step(self.finish, (for_kernel[2], dq, *left, dk, dv, softmax_scale)),
-        ]
+    def memory_of_each(
+        self, work: tuple[Any, ...], gradients: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        dq, *of_keys = gradients
+        return work, (work[2], dq, *work[3:], *of_keys)
 
-    def launch(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        gradients: tuple[Tensor, ...],
-        softmax_scale: float,
-        dlse: Tensor | None,
-        options: tuple[Any, ...],
-    ) -> None:
-        work = device_memory.work_memory(q.device, self.device_index, self.pieces(q.shape, k.shape))
-        *for_kernel, key_sums, value_sums = work.arguments
-        self._prepare(dout, out, lse, dlse, Work(work.tensors[:3], tuple(for_kernel)))
-        counter = self._counter(work.tensors[2])
-        self._start((q, k, v, dout), work.arguments, counter, softmax_scale, options)
-        dq, dk, dv = gradients
-        self.finish(for_kernel[2], dq, key_sums, value_sums, dk, dv, softmax_scale)
+
+@dataclass(frozen=True)
+class PieceLauncher(FinishedLauncher):
+    """That of a kernel which leaves dK and dV of the key tiles of ``division`` in float32, in pieces. ``finish`` adds
+    them up, and rounds dQ as well."""
+
+    division: Division
+
+    def pieces(self, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Pieces:
+        return divided_tile_pieces(self.config, self.dq_tile, q_shape, self.division)
+
+    def memory_of_each(
+        self, work: tuple[Any, ...], gradients: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        dq, *of_keys = gradients
+        return (*work[:3], *of_keys, *work[3:]), (work[2], dq, *work[3:], *of_keys)
+
+    def behind_scale(self, options: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.division.first,)
 
 
 @dataclass(frozen=True)

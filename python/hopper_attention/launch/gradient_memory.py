@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.backward.step import SCHEDULER_WORDS
+from cute_kernels.backward.step import NUMBERS_OF_A_PLACE, SCHEDULER_WORDS
 from hopper.backward.config import BackwardConfig
 from hopper_attention import device_memory
-from hopper_attention.backward_rules import KernelConfig
+from hopper_attention.backward_rules import Division, KernelConfig
 from hopper_attention.device_memory import Piece, Pieces
 from hopper_attention.launch.base import REMEMBERED_CALLS
 from hopper_attention.layout import new_layout
@@ -86,3 +86,13 @@ def divided_pieces(
     """The same, and what a kernel that ``divides_heads`` leaves of dK and dV."""
     of_keys = Piece(divided_shape(config, k_shape, head_parts))
     return *work_pieces(tile, q_shape), of_keys, of_keys
+
+
+@lru_cache(maxsize=REMEMBERED_CALLS)
+def divided_tile_pieces(
+    config: BackwardConfig, tile: DqTile, q_shape: tuple[int, ...], division: Division
+) -> Pieces:
+    """``work_pieces``, and what is left of dK and dV of divided tiles, and where these lie."""
+    of_keys = Piece((division.tiles, division.each, config.dq_parts, config.dk_words))
+    places = Piece((division.tiles * NUMBERS_OF_A_PLACE,), torch.int32)
+    return *work_pieces(tile, q_shape), of_keys, of_keys, places
