@@ -73,6 +73,7 @@ BESIDE_SHIPPED = {
     "tests.hopper.test_backward_compile": ("WINDOWS_AND_PACKED", "CHANGED_SCORES", "PACKED_STEPS"),
     "tests.hopper.test_backward_divided_heads": ("COMPILED",),
     "tests.hopper.test_backward_walk": ("COMPILED",),
+    "tests.hopper.test_backward_used_columns": ("COMPILED",),
     "tests.hopper.test_wide": ("COMPILED",),
     "tests.hopper.test_decode_compile": ("COMPILED",),
     "tests.hopper.test_mla": ("COMPILED",),

@@ -14,6 +14,7 @@ from cute_kernels.problem import (
     feature_names,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
+from hopper.backward.used_columns import check_used_columns, leave_out_zeros
 from hopper.config import (
     BARRIER_BYTES,
     REGISTERS_PER_SM,
@@ -62,7 +63,9 @@ class BackwardConfig:
     heads that share a head of K and V are divided among CTAs, as many as the launch says. Each leaves its dK and dV in
     float32, as its accumulators hold them (``dk_order``), and ``finish`` adds them up and rounds them. With
     ``walks_back`` key tiles walk from the last query tile back, over all query heads of each (``walk.py``). With
-    ``divides_visits`` those key tiles that the launch says are shared by several CTAs (``pieces.py``).
+    ``divides_visits`` those key tiles that the launch says are shared by several CTAs (``pieces.py``). So many columns
+    of Q and K as ``used_head_dim`` says, and of V as ``used_head_dim_v``, are multiplied where those behind them are
+    zeros; 0 is all.
     """
 
     dtype: str
@@ -90,6 +93,8 @@ class BackwardConfig:
     divides_heads: bool = False
     walks_back: bool = False
     divides_visits: bool = False
+    used_head_dim: int = 0
+    used_head_dim_v: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -124,9 +129,25 @@ class BackwardConfig:
         return self.tile_m < WARPGROUP_ROWS * self.consumers
 
     @property
-    def dq_columns(self) -> int:
-        """Columns of dQ that one warpgroup computes, of 64 of its rows."""
+    def k_columns(self) -> int:
+        """Columns of K that are of the dQ of one warpgroup."""
         return self.head_dim // self.consumers if self.splits_columns else self.head_dim
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that one warpgroup computes, of 64 of its rows: without zeros, where it has all columns. dV in
+        16 bits has to fit where they are staged."""
+        return self.k_columns if self.splits_columns else max(self.columns_k, self.head_dim // 2)
+
+    @property
+    def columns_k(self) -> int:
+        """Columns that products of Q and K, and their gradients, have."""
+        return self.used_head_dim or self.head_dim
+
+    @property
+    def columns_v(self) -> int:
+        """The same of V and dO."""
+        return self.used_head_dim_v or self.head_dim_v
 
     @property
     def is_persistent(self) -> bool:
@@ -273,6 +294,7 @@ class BackwardConfig:
         name = f"hopper_bwd_{step}_{SHORT_NAMES[self.dtype]}_d{columns}_m{self.tile_m}n{self.tile_n}"
         name = name if self.layout == DENSE else f"{name}_{self.layout}"
         if step != "prepare":
+            name += f"_q{self.dq_columns}" * (self.dq_columns < self.k_columns)
             return name + "_divided" * self.divides_heads + "_pieces" * self.divides_visits
         return name + "_clears" * self.clears_ahead + "_few" * self.few_keys + "_stores" * self.stores_first
 
@@ -306,6 +328,7 @@ class BackwardConfig:
         parts += ["stores"] if self.stores_first else []
         parts += ["divided"] * self.divides_heads + ["back"] * self.walks_back
         parts += ["pieces"] * self.divides_visits
+        parts += [f"used{self.used_head_dim}v{self.used_head_dim_v}"] if self.used_head_dim else []
         return "_".join(parts)
 
 
@@ -387,7 +410,7 @@ class PairedBackwardConfig(BackwardConfig):
         return self.dq_parts
 
     @property
-    def dq_columns(self) -> int:
+    def k_columns(self) -> int:
         return self.head_dim // self.dq_parts
 
     @property
@@ -458,6 +481,7 @@ def validate_backward_config(config: BackwardConfig) -> None:
         allowed = f"plain, in any order, to head_dim {MAX_UNPAIRED_HEAD_DIM}"
         others = "without one_tile, divides_heads and walks_back"
         raise ValueError(f"divides_visits is True in {c.name}, allowed: {allowed}, {others}")
+    check_used_columns(c)
     if c.few_keys and c.layout == DENSE:
         raise ValueError(f"few_keys is True with layout {c.layout!r}, allowed: 'varlen'")
     if c.one_tile and (not c.is_plain or c.ordered or is_paired):
@@ -529,6 +553,8 @@ def select_backward_config(
     config = replace(
         config, clears_ahead=gains_by_clearing_ahead(config), stores_first=gains_by_storing(config)
     )
+    used, used_v = leave_out_zeros(config, head_dim, head_dim_v)
+    config = replace(config, used_head_dim=used, used_head_dim_v=used_v)
     validate_backward_config(config)
     return config
 

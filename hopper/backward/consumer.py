@@ -15,7 +15,7 @@ from cute_kernels.key_score_tile import KeyScoreTile
 from hopper.backward.config import BackwardConfig
 from hopper.backward.dq import GradientOfQ, QueryTile
 from hopper.backward.producer import BackwardPipelines
-from hopper.config import WARPGROUP_ROWS
+from hopper.config import COLUMNS_PER_STEP, WARPGROUP_ROWS
 from hopper.wgmma import issue_gemm
 
 ALL, OWN, OTHERS = slice(None), slice(0, 1), slice(1, None)
@@ -23,13 +23,19 @@ ALL, OWN, OTHERS = slice(None), slice(0, 1), slice(1, None)
 
 
 class BackwardMmas(NamedTuple):
-    """The tiled MMAs, each for one warpgroup: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K."""
+    """The tiled MMAs, each for one warpgroup: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ = dS K.
+
+    ``used_dv``, ``used_dk`` and ``used_dq`` are those of the columns that products have; the others say where all of
+    them lie."""
 
     s: cute.TiledMma
     dp: cute.TiledMma
     dv: cute.TiledMma
     dk: cute.TiledMma
     dq: cute.TiledMma
+    used_dv: cute.TiledMma
+    used_dk: cute.TiledMma
+    used_dq: cute.TiledMma
 
 
 class BackwardFragments(NamedTuple):
@@ -54,6 +60,11 @@ class BackwardFragments(NamedTuple):
 def previous_stage(config: cutlass.Constexpr[BackwardConfig], stage: Int32) -> Int32:
     """The number of the stage before."""
     return Int32(config.stages - 1) if stage == 0 else stage - 1
+
+
+def first_columns(acc: cute.Tensor, mma: cute.TiledMma, columns: int) -> cute.Tensor:
+    """The part of an accumulator of 64 rows that ``mma``, of so many columns, adds to."""
+    return cute.make_tensor(acc.iterator, cute.make_layout(mma.partition_shape_C((WARPGROUP_ROWS, columns))))
 
 
 class BackwardConsumer(LoopInvariant):
@@ -115,10 +126,13 @@ class BackwardConsumer(LoopInvariant):
         self.pipes.q.consumer_wait(state)
         self.find_rows(state)
         lse = read_vector(self.sLSE, stage, self.thread, self.config.tile_m)
-        issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, stage], False)
+        steps_k, steps_v = (
+            -(-used // COLUMNS_PER_STEP) for used in (self.config.columns_k, self.config.columns_v)
+        )
+        issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, stage], False, steps=steps_k)
         self.dq.stage(before, state)
         self.pipes.do.consumer_wait(state)
-        issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, stage], False)
+        issue_gemm(self.mmas.dp, acc_dP, f.v, f.do[None, None, None, stage], False, steps=steps_v)
         kept = scores.kept(m_block, self.config.tile_m)
         warpgroup.wait_group(1)
         scores.cap(acc_S)
@@ -129,7 +143,8 @@ class BackwardConsumer(LoopInvariant):
             round_into(self.tPrP, acc_S)
         else:
             scores.round_probabilities(self.tPrP, acc_S, lse, m_block, kept=kept)
-        issue_gemm(self.mmas.dv, self.acc_dV, self.tPrP, f.do_t[None, None, None, stage], True)
+        used_dV = first_columns(self.acc_dV, self.mmas.used_dv, self.config.columns_v)
+        issue_gemm(self.mmas.used_dv, used_dV, self.tPrP, f.do_t[None, None, None, stage], True)
         warpgroup.wait_group(1)
         delta = read_vector(self.sDelta, stage, self.thread, self.config.tile_m)
         if const_expr(self.config.rounds_probabilities):
@@ -147,7 +162,8 @@ class BackwardConsumer(LoopInvariant):
         self.dq.resume(tile)
         self._write_gradient_of_scores(state)
         self._announce_gradient_of_scores(state)
-        issue_gemm(self.mmas.dk, self.acc_dK, self.tSrdS, f.q_t[None, None, None, stage], True)
+        used_dK = first_columns(self.acc_dK, self.mmas.used_dk, self.config.columns_k)
+        issue_gemm(self.mmas.used_dk, used_dK, self.tSrdS, f.q_t[None, None, None, stage], True)
         self._add_to_gradient_of_queries(tile, state, parts)
 
     def find_rows(self, state: PipelineState) -> None:
@@ -187,7 +203,7 @@ class BackwardConsumer(LoopInvariant):
         chosen = list(zip(f.ds, f.k_t, strict=True))[parts]
         for i, (ds, k_t) in enumerate(chosen):
             accumulates, is_last = i > 0 or self.dq.accumulates, i == len(chosen) - 1
-            issue_gemm(self.mmas.dq, self.dq.acc, ds[None, None, None, stage], k_t, accumulates, is_last)
+            issue_gemm(self.mmas.used_dq, self.dq.acc, ds[None, None, None, stage], k_t, accumulates, is_last)
         self.dq.hold(tile)
         warpgroup.wait_group(1)
         self.pipes.do.consumer_release(state)

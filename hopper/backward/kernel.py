@@ -270,8 +270,8 @@ class BackwardKernel:
         """What becomes of dQ. ``memory`` is staging and global memory, with the warpgroup and the thread; ``store`` has
         the TMA atoms and tensors of dQ, of which there are some with ``strips`` alone, and its factor."""
         if self.config.ordered:
-            return OrderedGradientOfQ(pipes.ds, self.config, mmas.dq, *memory)
-        return GradientOfQ(self.config, mmas.dq, *memory)
+            return OrderedGradientOfQ(pipes.ds, self.config, mmas.used_dq, *memory)
+        return GradientOfQ(self.config, mmas.used_dq, *memory)
 
     def _delta_atom(self, load, mDelta: cute.Tensor, tile: cute.ComposedLayout, vector: cute.Layout):
         """The TMA atom and tensor of delta; ``tile`` is the layout of dO in shared memory."""
@@ -416,13 +416,13 @@ class BackwardKernel:
         keys = c.tile_n // c.key_parts
         return BackwardLayouts(
             q=swizzled_layout(c.tile_m, c.head_dim, c.stages, self.dtype),
-            k=swizzled_layout(keys, c.head_dim, c.key_parts, self.dtype, part=c.dq_columns),
+            k=swizzled_layout(keys, c.head_dim, c.key_parts, self.dtype, part=c.k_columns),
             v=swizzled_layout(keys, c.head_dim_v, c.key_parts, self.dtype),
             do=swizzled_layout(c.tile_m, c.head_dim_v, c.stages, self.dtype),
             ds=swizzled_layout(c.tile_n, c.tile_m, c.stages, self.dtype),
             dk=swizzled_layout(WARPGROUP_ROWS, c.head_dim, 1, self.dtype),
             dv=swizzled_layout(WARPGROUP_ROWS, c.head_dim_v, 1, self.dtype),
-            dq=swizzled_layout(WARPGROUP_ROWS, c.dq_columns, 1, self.dtype),
+            dq=swizzled_layout(WARPGROUP_ROWS, c.k_columns, 1, self.dtype),
         )
 
     def _shared_storage(self, layouts: BackwardLayouts) -> type:
@@ -505,7 +505,10 @@ class BackwardKernel:
             dp=make(k_major, k_major, c.tile_m),
             dv=make(k_major, mn_major, c.head_dim_v, registers),
             dk=make(k_major, mn_major, c.head_dim, registers),
-            dq=make(mn_major, mn_major, c.dq_columns),
+            dq=make(mn_major, mn_major, c.k_columns),
+            used_dv=make(k_major, mn_major, c.columns_v, registers),
+            used_dk=make(k_major, mn_major, c.columns_k, registers),
+            used_dq=make(mn_major, mn_major, c.dq_columns),
         )
 
     def _fragments(self, mmas: BackwardMmas, smem: tuple, wg: Int32) -> BackwardFragments:
@@ -523,7 +526,7 @@ class BackwardKernel:
             cute.local_tile(transposed(sdS), (WARPGROUP_ROWS, keys), (row, part, None)) for part, _ in places
         ]
         k_t = [
-            cute.local_tile(transposed(sK)[None, None, part], (c.dq_columns, keys), (column, 0))
+            cute.local_tile(transposed(sK)[None, None, part], (c.k_columns, keys), (column, 0))
             for part, _ in places
         ]
 

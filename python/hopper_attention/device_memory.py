@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -175,6 +176,16 @@ class Piece(NamedTuple):
 
 
 Pieces = tuple[Piece, ...]
+
+
+def room_for(pieces: Pieces) -> Piece:
+    """One piece that all of them fit in, each from its byte of ``first_bytes`` on."""
+    return Piece((sum(_rooms(pieces)),), torch.uint8)
+
+
+def first_bytes(pieces: Pieces) -> tuple[int, ...]:
+    """Where each of them begins in ``room_for`` them."""
+    return tuple(accumulate(_rooms(pieces), initial=0))[:-1]
 
 
 def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:

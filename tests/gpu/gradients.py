@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hopper_attention import flash_attn_func
 from hopper_attention.checks import FULL_WINDOW
+from hopper_attention.device_memory import Work
 from hopper_attention.reference import attention_naive
 from tests.gpu.conftest import Inputs
 from tests.python.varlen_cases import Case
@@ -19,6 +20,13 @@ SLACK = 1e-4
 """Allowed where the formula in plain PyTorch happens to be exact."""
 
 Gradients = tuple[Tensor, ...]
+
+
+def poison(work: Work) -> Work:
+    """Work memory that holds NaN, and 3 where it has counts; in room for pieces of all kinds each float32 is NaN."""
+    for x in work.tensors:
+        x.fill_(math.nan if x.is_floating_point() else 255 if x.dtype == torch.uint8 else 3)
+    return work
 
 
 def plain_attention(

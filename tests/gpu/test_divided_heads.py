@@ -24,7 +24,7 @@ from hopper_attention.launch.gradient_launchers import DividedLauncher, PieceLau
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher
 from hopper_attention.masks import FULL_SIDES, Sides
 from tests.gpu.conftest import compile_together
-from tests.gpu.gradients import find_gradient_errors, find_packed_errors
+from tests.gpu.gradients import find_gradient_errors, find_packed_errors, poison
 from tests.python.varlen_cases import Case, offsets
 
 pytestmark = pytest.mark.gpu
@@ -62,9 +62,7 @@ def poisoned_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(memory: Any, device_index: int, pieces: Any) -> Any:
         work = get(memory, device_index, pieces)
-        for x in work.tensors:
-            x.fill_(math.nan if x.is_floating_point() else 3)
-        return work
+        return poison(work)
 
     monkeypatch.setattr(device_memory.WorkMemory, "get", poisoned)
 

@@ -17,7 +17,7 @@ from hopper_attention.launch import backward
 from hopper_attention.launch.gradient_launchers import PieceLauncher
 from hopper_attention.masks import FULL_SIDES
 from tests.gpu.conftest import compile_together
-from tests.gpu.gradients import find_gradient_errors
+from tests.gpu.gradients import find_gradient_errors, poison
 
 pytestmark = pytest.mark.gpu
 
@@ -54,9 +54,7 @@ def poisoned_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(memory: Any, device_index: int, pieces: Any) -> Any:
         work = get(memory, device_index, pieces)
-        for x in work.tensors:
-            x.fill_(math.nan if x.is_floating_point() else 3)
-        return work
+        return poison(work)
 
     monkeypatch.setattr(device_memory.WorkMemory, "get", poisoned)
 

@@ -26,15 +26,15 @@ def backward_maps(
     part, part_v = (size // (c.consumers if is_paired else 1) for size in (c.head_dim, c.head_dim_v))
     loads = [
         of_rows(q, rows, part),
-        of_rows(k, keys, c.dq_columns),
+        of_rows(k, keys, c.k_columns),
         of_rows(v, keys, part_v),
         of_rows(dout, rows, part_v),
         *(of_vector(vector, c.tile_m) for vector in vectors),
-        *([of_rows(k, keys, c.dq_columns)] if is_paired else []),
+        *([of_rows(k, keys, c.k_columns)] if is_paired else []),
     ]
     if c.divides_heads:
         return loads
-    columns = c.dq_columns if is_paired else c.head_dim
+    columns = c.k_columns if is_paired else c.head_dim
     return [*loads, of_rows(dk, WARPGROUP_ROWS, columns), of_rows(dv, WARPGROUP_ROWS, part_v)]
 
 

@@ -149,12 +149,11 @@ def argument_of(x: Any, given: tuple[Any, ...]) -> Any:
     if isinstance(x, at_once.Given):
         return given[x.number]
     if isinstance(x, at_once.Part):
-        shape, strides, dtype = x.facts
-        assert (
-            given[x.number].dtype == dtype
-            and x.byte % (TMA_BYTES if dtype.itemsize < 4 else dtype.itemsize) == 0
-        )
-        return guards._reinterpret_tensor(given[x.number], shape, strides, x.byte // dtype.itemsize)
+        (shape, strides, dtype), whole = x.facts, given[x.number]
+        # Room for pieces of any dtype.
+        whole = whole.view(dtype) if whole.dtype == torch.uint8 else whole
+        assert whole.dtype == dtype and x.byte % (TMA_BYTES if dtype.itemsize < 4 else dtype.itemsize) == 0
+        return guards._reinterpret_tensor(whole, shape, strides, x.byte // dtype.itemsize)
     if isinstance(x, at_once.ListedPart):
         count = 1 + 2 * x.dimensions
         first = given[x.listed] + 8 * x.word

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_kernels.launches.config import FIRST_CONSTANT, LISTED, MAX_ARGUMENTS, PIECE, LaunchesConfig
-from hopper_attention import compile_cache
+from hopper_attention import compile_cache, device_memory
 from hopper_attention._kernels import Kernel
-from hopper_attention.device_memory import Facts
+from hopper_attention.device_memory import Facts, Pieces
 
 NONE, INTEGER, FLOAT, TENSOR = 0, 1, 3, 70
 """Type indices of TVM FFI."""
@@ -49,6 +49,12 @@ class ListedPart(NamedTuple):
     word: int
     dimensions: int
     dtype: torch.dtype
+
+
+def parts_of(pieces: Pieces, number: int) -> tuple[Part, ...]:
+    """Pieces in the memory of that argument, which has room for them (``device_memory.room_for``)."""
+    begins = device_memory.first_bytes(pieces)
+    return tuple(Part(number, byte, piece.facts) for byte, piece in zip(begins, pieces, strict=True))
 
 
 class Step(NamedTuple):

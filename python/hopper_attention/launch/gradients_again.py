@@ -50,13 +50,14 @@ class ForGradients(NamedTuple):
 class GradientCall:
     """What serves backward passes like an earlier one; ``options`` is what its kernel takes behind the scale,
     ``gradients`` are what to make for those of q, k and v. Where no counter belongs to a single pass, ``script`` makes
-    all launches, with memory for ``work``; a script of its own does, which has that memory, where it is kept."""
+    all launches, with ``room`` for ``work``; a script of its own does, which has that memory, where it is kept."""
 
     launcher: PreparedLauncher
     softmax_scale: float
     options: tuple[Any, ...]
     gradients: tuple[Facts, ...]
     work: Pieces
+    room: Pieces
     script: Script | None
 
     @classmethod
@@ -70,9 +71,10 @@ class GradientCall:
         script = None
         config = launcher.config
         if isinstance(config, BackwardConfig) and not config.ordered:
-            memory = tuple(map(Given, range(9, 10 + len(work))))
+            memory = *at_once.parts_of(work, 9), Given(10)
             script = at_once.make_script(launcher.steps(softmax_scale, options, memory))
-        return cls(launcher, softmax_scale, options, facts, work, script)
+        room = (device_memory.room_for(work),)
+        return cls(launcher, softmax_scale, options, facts, work, room, script)
 
     def __call__(
         self, tensors: tuple[Tensor, ...], into: tuple[Tensor, ...] = ()
@@ -95,8 +97,8 @@ class GradientCall:
         if script is not None:
             script.run(*tensors, *gradients)
         else:
-            work = device_memory.stream_memory(index, self.work).arguments
-            self.script.run(*(tensors + gradients + work + (device_memory.tile_counter(index),)))
+            room = device_memory.stream_memory(index, self.room).arguments
+            self.script.run(*(tensors + gradients + room + (device_memory.tile_counter(index),)))
         return gradients
 
     def _with_memory(self, work: Work) -> Script:

@@ -41,13 +41,13 @@ from hopper_attention.scores import NO_SCORES
 @dataclass(frozen=True, slots=True)
 class PackedGradientCall:
     """What serves backward passes like an earlier one: ``launcher``; or ``script``, which makes all launches, with
-    memory for ``work``, where the kernels can address the tensors and leave nothing of the gradients to be filled.
+    ``room`` for its memory, where the kernels can address the tensors and leave nothing of the gradients to be filled.
     ``gradients`` are what to make for those of q, k and v."""
 
     launcher: PackedBackwardLauncher
     softmax_scale: float
     gradients: tuple[Facts, ...]
-    work: Pieces
+    room: Pieces
     script: Script | None
 
     @classmethod
@@ -74,8 +74,8 @@ class PackedGradientCall:
             and lse.is_contiguous()
             and not repairs_for(*(TensorSpec.of(x.unsqueeze(0)) for x in tensors[:5]))
         ):
-            script = at_once.make_script(_steps(launcher, config, options, tensors, lengths))
-        return cls(launcher, scale, facts, work, script)
+            script = at_once.make_script(_steps(launcher, config, options, tensors, lengths, work))
+        return cls(launcher, scale, facts, (device_memory.room_for(work),), script)
 
     def __call__(
         self, tensors: tuple[Tensor, ...], lengths: Lengths, different: tuple[Tensor, ...], sides: Sides
@@ -88,10 +88,8 @@ class PackedGradientCall:
             return self.launcher(dout, None, q, k, v, out, lse, *lengths, self.softmax_scale, *sides)
         of_q, of_k, of_v = self.gradients
         gradients = make(*of_q), make(*of_k), make(*of_v)
-        work = device_memory.stream_memory(index, self.work).arguments
-        # The counter of a kernel that clears sums itself is the last piece of the work memory.
-        counter = () if self.launcher.config.clears_ahead else (device_memory.tile_counter(index),)
-        self.script.run(*(tensors + gradients + work + counter + different))
+        room = device_memory.stream_memory(index, self.room).arguments
+        self.script.run(*(tensors + gradients + room + (device_memory.tile_counter(index),) + different))
         return gradients
 
 
@@ -101,13 +99,15 @@ def _steps(
     options: GradientOptions,
     tensors: ForGradients,
     lengths: Lengths,
+    work: Pieces,
 ) -> list[Step]:
-    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv, work memory, a tile counter and the lengths
-    that are different tensors."""
-    dout, q, k, v, out, lse, dq, dk, dv, lse_log2, delta, sums, plan, *others = map(Given, range(16))
-    *divided, counter = others if config.divides_heads else others[:1]
-    first = counter.number + 1
-    places = {id(x): Given(first + i) for i, x in enumerate(lengths.different)}
+    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv, room for ``work``, a tile counter and the
+    lengths that are different tensors."""
+    dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
+    lse_log2, delta, sums, plan, *others = at_once.parts_of(work, 9)
+    # The counter of a kernel that clears sums itself is the last piece.
+    *divided, counter = others if config.clears_ahead else (*others, Given(10))
+    places = {id(x): Given(11 + i) for i, x in enumerate(lengths.different)}
     unused = device_memory.no_lengths(tensors.q.device)
     cu_seqlens_q, cu_seqlens_k, used_q, used_k = (unused if x is None else places[id(x)] for x in lengths[:4])
     sequences, scale = lengths.cu_seqlens_q.shape[0], options.softmax_scale

@@ -52,7 +52,7 @@ def backward_kernel_of(config: BackwardConfig) -> BackwardKernel:
 
 NAME = re.compile(
     r"hopper_bwd_(?:fp16|bf16)_d(?P<d>\d+)_(?P<mask>causal|full)_m(?P<m>\d+)n(?P<n>\d+)s\d+_r\d+_\d+"
-    r"(?:_ordered)?(?:_tile)?(?:_stores)?(?:_divided)?(?:_back)?(?:_pieces)?(?P<pair>_pair)?"
+    r"(?:_ordered)?(?:_tile)?(?:_stores)?(?:_divided)?(?:_back)?(?:_pieces)?(?:_used\d+v\d+)?(?P<pair>_pair)?"
 )
 
 
