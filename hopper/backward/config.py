@@ -137,15 +137,15 @@ class BackwardConfig:
     def dq_columns(self) -> int:
         """Columns of dQ that one warpgroup computes, of 64 of its rows: without zeros, where it has all columns. dV in
         16 bits has to fit where they are staged."""
-        return self.k_columns if self.splits_columns else max(self.columns_k, self.head_dim // 2)
+        return self.k_columns if self.splits_columns else max(self.used_columns_k, self.head_dim // 2)
 
     @property
-    def columns_k(self) -> int:
+    def used_columns_k(self) -> int:
         """Columns that products of Q and K, and their gradients, have."""
         return self.used_head_dim or self.head_dim
 
     @property
-    def columns_v(self) -> int:
+    def used_columns_v(self) -> int:
         """The same of V and dO."""
         return self.used_head_dim_v or self.head_dim_v
 

@@ -127,7 +127,7 @@ class BackwardConsumer(LoopInvariant):
         self.find_rows(state)
         lse = read_vector(self.sLSE, stage, self.thread, self.config.tile_m)
         steps_k, steps_v = (
-            -(-used // COLUMNS_PER_STEP) for used in (self.config.columns_k, self.config.columns_v)
+            -(-used // COLUMNS_PER_STEP) for used in (self.config.used_columns_k, self.config.used_columns_v)
         )
         issue_gemm(self.mmas.s, acc_S, f.k, f.q[None, None, None, stage], False, steps=steps_k)
         self.dq.stage(before, state)
@@ -143,7 +143,7 @@ class BackwardConsumer(LoopInvariant):
             round_into(self.tPrP, acc_S)
         else:
             scores.round_probabilities(self.tPrP, acc_S, lse, m_block, kept=kept)
-        used_dV = first_columns(self.acc_dV, self.mmas.used_dv, self.config.columns_v)
+        used_dV = first_columns(self.acc_dV, self.mmas.used_dv, self.config.used_columns_v)
         issue_gemm(self.mmas.used_dv, used_dV, self.tPrP, f.do_t[None, None, None, stage], True)
         warpgroup.wait_group(1)
         delta = read_vector(self.sDelta, stage, self.thread, self.config.tile_m)
@@ -162,7 +162,7 @@ class BackwardConsumer(LoopInvariant):
         self.dq.resume(tile)
         self._write_gradient_of_scores(state)
         self._announce_gradient_of_scores(state)
-        used_dK = first_columns(self.acc_dK, self.mmas.used_dk, self.config.columns_k)
+        used_dK = first_columns(self.acc_dK, self.mmas.used_dk, self.config.used_columns_k)
         issue_gemm(self.mmas.used_dk, used_dK, self.tSrdS, f.q_t[None, None, None, stage], True)
         self._add_to_gradient_of_queries(tile, state, parts)
 

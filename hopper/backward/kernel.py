@@ -506,8 +506,8 @@ class BackwardKernel:
             dv=make(k_major, mn_major, c.head_dim_v, registers),
             dk=make(k_major, mn_major, c.head_dim, registers),
             dq=make(mn_major, mn_major, c.k_columns),
-            used_dv=make(k_major, mn_major, c.columns_v, registers),
-            used_dk=make(k_major, mn_major, c.columns_k, registers),
+            used_dv=make(k_major, mn_major, c.used_columns_v, registers),
+            used_dk=make(k_major, mn_major, c.used_columns_k, registers),
             used_dq=make(mn_major, mn_major, c.dq_columns),
         )
 

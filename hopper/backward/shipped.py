@@ -8,7 +8,7 @@ from hopper.backward.config import NATIVE_HEAD_DIMS, BackwardConfig, select_back
 
 
 def shipped_backward_configs() -> tuple[BackwardConfig, ...]:
-    """Every config that ``select_backward_config`` can return, each once."""
+    """Every config of dense problems with plain scores and the head_dims that have kernels of their own, each once."""
     return tuple(
         select_backward_config(dtype, size, size, causal, ordered)
         for dtype in DTYPES

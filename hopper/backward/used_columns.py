@@ -7,11 +7,12 @@ from typing import Any
 from cute_kernels.problem import DENSE
 from hopper.config import COLUMNS_PER_ATOM
 
-SPILLING_HEAD_DIM = 128
-"""Of packed kernels with sums in a fixed order, which would spill without a mask."""
+SPILLING_IN_ORDER = 128
+"""The head_dim of packed kernels with sums in a fixed order of which those without a mask would spill; both are left
+alone."""
 
 FEWEST_COLUMNS = 2 * COLUMNS_PER_ATOM
-"""A gradient of a single atom of columns would have lost a mode."""
+"""With one atom of columns the layout of a gradient would have a mode less."""
 
 
 def leave_out_zeros(config: Any, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -29,13 +30,15 @@ def can_leave_out_zeros(config: Any) -> bool:
     are changed."""
     c = config
     is_changed = c.softcap or c.alibi or c.dropout or c.functions
-    spills = c.ordered and c.layout != DENSE and c.head_dim == SPILLING_HEAD_DIM
+    spills = c.ordered and c.layout != DENSE and c.head_dim == SPILLING_IN_ORDER
     return c.tile_columns == c.head_dim and not (is_changed or c.window or c.block_lists or spills)
 
 
 def check_used_columns(config: Any) -> None:
-    """Raise ValueError unless both are 0, or fit."""
+    """Raise ValueError unless both are 0, or fit, and dQ that a kernel writes itself is as wide as its tile."""
     c = config
+    if c.writes_dq and c.dq_columns < c.k_columns:
+        raise ValueError(f"tile_m is {c.tile_m} in {c.name}, allowed with strips and one_tile: 64")
     if not (c.used_head_dim or c.used_head_dim_v):
         return
     for name, of_tile in (("used_head_dim", c.head_dim), ("used_head_dim_v", c.head_dim_v)):
@@ -45,5 +48,5 @@ def check_used_columns(config: Any) -> None:
             raise ValueError(f"{name} is {used}, allowed: {allowed}")
     if not can_leave_out_zeros(c):
         allowed = "0 in a window, by lists, where scores are changed, in pairs of CTAs"
-        of_order = f"and packed in a fixed order at head_dim {SPILLING_HEAD_DIM}"
+        of_order = f"and packed in a fixed order at head_dim {SPILLING_IN_ORDER}"
         raise ValueError(f"used_head_dim is {c.used_head_dim} in {c.name}, allowed: {allowed}, {of_order}")

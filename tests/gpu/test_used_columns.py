@@ -94,6 +94,9 @@ def test_two_head_dims(draw, head_dims: tuple[int, int]) -> None:
     for causal in (False, True):
         x = draw(torch.bfloat16, 2, (301, 410), (4, 2), *head_dims)
         leaves = [tensor.detach().requires_grad_() for tensor in (x.q, x.k, x.v)]
+        shapes = x.q.shape, x.k.shape, x.v.shape
+        found = backward.find_for_call(*shapes, x.q.dtype, x.q.device, causal, False, None, FULL_SIDES)
+        assert (found.config.used_head_dim, found.config.used_head_dim_v) == head_dims
         dout = torch.randn(*x.q.shape[:3], head_dims[1], device="cuda").bfloat16()
         out = flash_attn_func(*leaves, causal=causal)
         assert find_gradient_errors(x, torch.autograd.grad(out, leaves, dout), dout, causal) == []
@@ -102,6 +105,8 @@ def test_two_head_dims(draw, head_dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("head_dim", [32, 72, 80, 104])
 def test_packed_sequences(head_dim: int) -> None:
     """Calls that are found again at the third."""
+    config = select_backward_config("bfloat16", head_dim, head_dim, False, layout="varlen")
+    assert config.used_head_dim == head_dim
     rooms = (300, 1, 0, 129, 520), (310, 7, 40, 129, 333)
     case = Case(*rooms, behind=5, heads=(4, 2), head_dims=(head_dim, head_dim))
     starts_q, starts_k = (offsets(x).cuda() for x in rooms)

@@ -40,7 +40,7 @@ def compiled_kernels() -> None:
     plain = [
         select_backward_config(dtype, size, size, causal)
         for dtype in ("bfloat16", "float16")
-        for size in (64, 96, 128)
+        for size in (40, 64, 96, 128)
         for causal in (False, True)
     ]
     configs = (*plain, *(replace(config, divides_visits=True) for config in plain))

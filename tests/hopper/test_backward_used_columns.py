@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cute_kernels.backward.step import BackwardStep, steps_of
 from hopper.backward.config import BackwardConfig, select_backward_config, validate_backward_config
 from hopper.backward.used_columns import leave_out_zeros
 from hopper.backward.written_configs import select_one_tile_config
@@ -25,23 +26,41 @@ from tests.hopper.test_backward_windows import EPSILON, LATE, attend, draw, visi
 from tests.hopper.wgmma_hazards import find_hazards
 from tests.ptx import ptx_of
 
-HEAD_DIMS = 16, 32, 40, 72, 80, 88, 104, 120
+HEAD_DIMS = 16, 24, 32, 40, 48, 56, 72, 80, 88, 104, 112, 120
+OF_ALL_KINDS = 32, 40, 80, 120
 
 
-def compiled() -> tuple[BackwardConfig, ...]:
-    """Of every mask, order and layout, and what CTAs may share; the tightest in float16 too."""
+def of_every_kind(size: int, causal: bool, ordered: bool) -> list[BackwardConfig]:
+    """What serves calls of a head_dim, a mask and an order."""
+    dense = select_backward_config("bfloat16", size, size, causal, ordered)
+    packed = select_backward_config("bfloat16", size, size, causal, ordered, layout="varlen")
+    few = replace(packed, few_keys=True, clears_ahead=False, stores_first=False)
+    found = [
+        dense,
+        *{packed.name: packed, few.name: few, "usual": replace(packed, clears_ahead=False)}.values(),
+    ]
+    found += [replace(config, divides_heads=True) for config in found]
+    if ordered:
+        return [*found, replace(dense, stores_first=False)]
+    found += [replace(dense, divides_visits=True), select_one_tile_config("bfloat16", size, size, causal)]
+    if causal:
+        found += [replace(dense, walks_back=True, divides_heads=divides) for divides in (False, True)]
+    return found
+
+
+def compiled() -> tuple[BackwardConfig | BackwardStep, ...]:
+    """At four head_dims all kinds, at the others the kernels of dense and packed calls; some in float16, some with two
+    head_dims; and the steps around all of these."""
     found: list[BackwardConfig] = []
-    for size, causal, ordered, layout in product(
-        HEAD_DIMS, (False, True), (False, True), ("dense", "varlen")
-    ):
-        config = select_backward_config("bfloat16", size, size, causal, ordered, layout=layout)
-        found += [config, replace(config, divides_heads=True)] if size in (40, 80, 104) else [config]
-    for size, causal in product((40, 80, 120), (False, True)):
-        config = select_backward_config("float16", size, size, causal)
-        found += [config, replace(config, divides_heads=True), replace(config, divides_visits=True)]
-        found += [select_one_tile_config("bfloat16", size, size, causal)]
-        found += [replace(config, walks_back=True)] if causal else []
-    return tuple(found)
+    for size, causal in product(HEAD_DIMS, (False, True)):
+        for ordered in (False, True):
+            every = of_every_kind(size, causal, ordered)
+            found += every if size in OF_ALL_KINDS else every[:2]
+        found.append(select_backward_config("float16", size, size, causal))
+    for sizes in ((96, 72), (40, 64), (128, 80)):
+        found.append(select_backward_config("bfloat16", *sizes, True))
+    every_one = {config.name: config for config in (*found, *steps_of(tuple(found)))}
+    return tuple(config for config in every_one.values() if "used" in config.name or "_q" in config.name)
 
 
 COMPILED = compiled()
@@ -50,7 +69,10 @@ COMPILED = compiled()
 def test_no_register_is_spilled() -> None:
     usages = usage_of_each(COMPILED)
     assert {c.name: usage for c, usage in usages.items() if usage.local_bytes} == {}
-    assert all(usage.shared_bytes <= SMEM_BYTES for usage in usages.values()) and len(usages) == 113
+    assert (
+        all(usage.shared_bytes <= SMEM_BYTES for usage in usages.values())
+        and len(usages) == len(COMPILED) > 200
+    )
 
 
 def whole(config: BackwardConfig) -> BackwardConfig:
@@ -139,6 +161,12 @@ def test_gradients_of_packed_sequences(head_dim: int, causal: bool, ordered: boo
     check_packed("bfloat16", head_dim, causal, *UNEVEN, (2, 1), ordered, has_dlse=True)
 
 
+@pytest.mark.parametrize("head_dim,divides", [(120, False), (104, True)])
+def test_gradients_of_packed_sequences_whose_sums_the_kernel_clears(head_dim: int, divides: bool) -> None:
+    options = {"clears_ahead": True, "head_parts": 2 if divides else 0}
+    check_packed("bfloat16", head_dim, False, *UNEVEN, (4, 1), False, **options)
+
+
 @pytest.mark.parametrize("head_dim", [32, 80, 104])
 def test_it_has_fewer_products_and_no_hazards(head_dim: int) -> None:
     config = select_backward_config("bfloat16", head_dim, head_dim, False)
@@ -166,5 +194,9 @@ def test_what_it_cannot_have_is_named() -> None:
             ValueError, match=r"used_head_dim is 16 in hopper_bwd_.*, allowed: 0 in a window, by "
         ):
             validate_backward_config(replace(other, used_head_dim=16, used_head_dim_v=16))
+    with pytest.raises(
+        ValueError, match=r"tile_m is 128 in hopper_bwd_.*, allowed with strips and one_tile: 64"
+    ):
+        validate_backward_config(replace(select_backward_config("bfloat16", 32, 32, True), one_tile=True))
     for size in (64, 96, 128):
         assert select_backward_config("float16", size, size, False).used_head_dim == 0

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch._C._dynamo import guards
 
 from hopper_attention import (
@@ -70,6 +74,9 @@ SMS = 132
 MORE_THAN_A_TILE = 140
 """Keys, of which a backward pass takes three launches."""
 ADDRESSED = torch.float16, torch.bfloat16, torch.float8_e4m3fn
+
+NUMPY_DTYPES = {torch.float32: np.float32, torch.int32: np.int32}
+"""Of what lies in room for pieces."""
 
 REMEMBERING = (
     addition,
@@ -145,14 +152,23 @@ def run_in_python(steps: Sequence[at_once.Step]) -> at_once.Script:
     return at_once.Script(run, ())
 
 
+@lru_cache(maxsize=64)
+def words_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """So many bytes as numbers. Kept, as tests count operators of torch, of which this takes one."""
+    room = (ctypes.c_uint8 * count).from_address(address)
+    return torch.from_numpy(np.frombuffer(room, NUMPY_DTYPES[dtype]))
+
+
 def argument_of(x: Any, given: tuple[Any, ...]) -> Any:
     if isinstance(x, at_once.Given):
         return given[x.number]
     if isinstance(x, at_once.Part):
         (shape, strides, dtype), whole = x.facts, given[x.number]
-        # Room for pieces of any dtype.
-        whole = whole.view(dtype) if whole.dtype == torch.uint8 else whole
-        assert whole.dtype == dtype and x.byte % (TMA_BYTES if dtype.itemsize < 4 else dtype.itemsize) == 0
+        # What is kept is a view of TVM FFI's own.
+        is_room = not isinstance(whole, Tensor) or whole.dtype == torch.uint8
+        step = TMA_BYTES if is_room or dtype.itemsize < 4 else dtype.itemsize
+        whole = words_at(whole.data_ptr(), math.prod(whole.shape), dtype) if is_room else whole
+        assert whole.dtype == dtype and x.byte % step == 0
         return guards._reinterpret_tensor(whole, shape, strides, x.byte // dtype.itemsize)
     if isinstance(x, at_once.ListedPart):
         count = 1 + 2 * x.dimensions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,8 @@ class SummingKernels(StandIns):
         super().kernel(config, *inputs, torch.zeros_like(sums), *of_keys, *of_call)
         rows = self.dq.transpose(1, 2)
         short = sums.shape[2] * config.tile_m - rows.shape[2]
-        sums += pad(rows, (0, config.head_dim - rows.shape[3], 0, short)).reshape(sums.shape)
+        columns = columns_of(sums, config)
+        sums += pad(rows, (0, columns - rows.shape[3], 0, short)).reshape(sums.shape)
         assert dk.shape == k.shape and dv.shape == v.shape
         dk.copy_(of_keys[0])
         dv.copy_(of_keys[1])
@@ -37,8 +39,13 @@ class SummingKernels(StandIns):
     def finish(self, sums: Tensor, dq: Tensor, scale: float) -> None:
         batch, rows, heads, head_dim = dq.shape
         config = self.passes[-1]
-        by_row = sums.reshape(batch, heads, sums.shape[2] * config.tile_m, config.head_dim)
+        by_row = sums.reshape(batch, heads, sums.shape[2] * config.tile_m, columns_of(sums, config))
         dq.copy_(by_row[:, :, :rows, :head_dim].transpose(1, 2) * scale)
+
+
+def columns_of(sums: Tensor, config: KernelConfig) -> int:
+    """Columns of dQ that sums have: without zeros, as far as kernels leave them out."""
+    return math.prod(sums.shape[3:]) // config.tile_m
 
 
 @contextmanager

@@ -85,7 +85,10 @@ class StandIns:
         assert counter.dtype == torch.int32 and counter.shape == (2 + config.ordered * counts,)
         assert not counter.any()
         tiles = lse_log2.shape[2] // config.tile_m
-        of_tile = config.dq_parts, config.tile_m * config.head_dim // config.dq_parts
+        columns = config.head_dim
+        if isinstance(config, BackwardConfig) and not config.splits_columns:
+            columns = max(config.used_columns_k, columns // 2)
+        of_tile = config.dq_parts, config.tile_m * columns // config.dq_parts
         assert sums.shape == (q.shape[0], q.shape[2], tiles, *of_tile)
         assert not sums.any()
         group, rows = q.shape[2] // k.shape[2], slice(q.shape[1])

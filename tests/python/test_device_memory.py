@@ -25,6 +25,7 @@ from hopper_attention.device_memory import (
     tile_counter,
     unit_scales,
 )
+from hopper_attention.launch.at_once import parts_of
 
 CPU = torch.device("cpu")
 State = dict[str, Any]
@@ -222,6 +223,17 @@ def test_work_memory_is_cut_into_pieces_that_do_not_overlap(made: list[int]) -> 
     rows.fill_(1.0)
     codes.view(torch.uint8).fill_(0)
     assert rows.sum() == 15 and codes.data_ptr() - rows.data_ptr() == 256
+
+
+def test_pieces_in_one_room_do_not_overlap() -> None:
+    pieces = *PIECES, Piece((0, 4)), Piece((65, 1), torch.int32), Piece((1,))
+    room, begins = device_memory.room_for(pieces), device_memory.first_bytes(pieces)
+    assert begins == (0, 256, 512, 512, 1024) and room == Piece((1280,), torch.uint8)
+    parts = parts_of(pieces, 9)
+    assert [(part.number, part.byte) for part in parts] == [(9, byte) for byte in begins]
+    assert [part.facts for part in parts] == [piece.facts for piece in pieces]
+    for part, piece, end in zip(parts, pieces, (*begins[1:], room.bytes), strict=True):
+        assert part.byte % 256 == 0 and part.byte + piece.bytes <= end
 
 
 def test_calls_on_a_stream_share_work_memory_and_others_do_not(made: list[int], state: State) -> None:

@@ -14,10 +14,13 @@ from cute_kernels.backward.step import BackwardStep
 from hopper.backward.config import BackwardConfig, select_backward_config
 from hopper_attention import compile_cache
 from hopper_attention.device_memory import Piece
-from hopper_attention.launch import gradient_launchers
+from hopper_attention.distributed.attend import Call, Saved
+from hopper_attention.distributed.gradients import EVERYTHING, KernelGradients, row_gradients
+from hopper_attention.distributed.pieces import Problem, groups_between
+from hopper_attention.launch import backward, gradient_launchers
 from hopper_attention.launch.gradient_launchers import BackwardLauncher
 from hopper_attention.launch.gradient_memory import DqTile
-from hopper_attention.launch.gradient_sums import GradientSums
+from hopper_attention.launch.gradient_sums import GradientSums, share_sums
 from hopper_attention.masks import MaskSpec
 from tests.python.fake_gpu import pretend
 
@@ -99,3 +102,27 @@ def test_sums_of_several_launches_are_added_to_by_a_kernel_that_stores_none(
         "hopper_bwd_prepare_bf16_d64_m128n128",
         "hopper_bwd_bf16_d64_causal_m128n128s2_r240_24_ordered",
     ]
+
+
+def test_narrow_heads_in_a_window_and_without_one_add_to_the_same_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a ring some groups of keys are in a window, whose kernels multiply all columns. The others do so then."""
+    pretend(monkeypatch, backward)
+    monkeypatch.setattr(compile_cache, "get_backward", lambda config: lambda *given: None)
+    for head_dim, multiplied in ((40, 0), (80, 80)):
+        q, k, v, dout = (torch.zeros(1, 200, 2, head_dim, dtype=torch.bfloat16) for _ in range(4))
+        saved, call = Saved(q, dout, torch.zeros(1, 2, 200), dout, None), Call(0.5, backend="hopper")
+        problem = Problem(2, 400, 400, "contiguous", 250, 0)
+        groups = [group for other in (0, 1) for group in groups_between(problem, 1, other)]
+        assert [group.pieces[0].mask.has_window for group in groups] == [True, False]
+        rows = row_gradients(saved, (k, v), [(group, EVERYTHING) for group in groups], call)
+        assert isinstance(rows, KernelGradients)
+        windowed, plain = (rows.launchers[group] for group in groups)
+        assert share_sums([windowed, plain]) and windowed.config.window and not plain.config.window
+        assert (windowed.config.used_head_dim, plain.config.used_head_dim) == (0, multiplied)
+        assert plain.with_all_columns.config.used_head_dim == 0 and windowed.with_all_columns is windowed
+        # Without a window zeros are left out.
+        alone = row_gradients(saved, (k, v), [(groups[1], EVERYTHING)], call)
+        assert isinstance(alone, KernelGradients)
+        assert [x.config.used_head_dim for x in alone.launchers.values()] == [head_dim]

@@ -263,6 +263,9 @@ def row_gradients(saved: Saved, own: Pair, adds: Sequence[Add], call: Call) -> R
     spans = {group.rows for group, _ in adds}
     launchers = {group: _find(saved, own, group, call) for group, _ in adds}
     found = {group: launcher for group, launcher in launchers.items() if launcher is not None}
+    if found and not share_sums(list(found.values())):
+        # Of narrow heads, groups in a window and others.
+        found = {group: launcher.with_all_columns for group, launcher in found.items()}
     if (
         not found
         or len(found) < len(launchers)

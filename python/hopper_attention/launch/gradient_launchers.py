@@ -241,6 +241,15 @@ class BackwardLauncher(FinishedLauncher):
         prepare = compile_cache.get_backward(BackwardStep("prepare", config))
         return BackwardLauncher(*find_parts(config, self.device_index), prepare, self.finish)
 
+    @cached_property
+    def with_all_columns(self) -> BackwardLauncher:
+        """The same of a kernel that leaves out no columns of zeros: its sums are those of one in a window."""
+        if not isinstance(self.config, BackwardConfig) or not self.config.used_head_dim:
+            return self
+        config = replace(self.config, used_head_dim=0, used_head_dim_v=0)
+        steps = (compile_cache.get_backward(BackwardStep(step, config)) for step in ("prepare", "finish"))
+        return BackwardLauncher(*find_parts(config, self.device_index), *steps)
+
     def start(
         self,
         inputs: tuple[Tensor, Tensor, Tensor, Tensor],

@@ -89,7 +89,9 @@ class PackedGradientCall:
         of_q, of_k, of_v = self.gradients
         gradients = make(*of_q), make(*of_k), make(*of_v)
         room = device_memory.stream_memory(index, self.room).arguments
-        self.script.run(*(tensors + gradients + room + (device_memory.tile_counter(index),) + different))
+        # That of a kernel that clears sums itself lies in the room.
+        counter = () if self.launcher.config.clears_ahead else (device_memory.tile_counter(index),)
+        self.script.run(*(tensors + gradients + room + counter + different))
         return gradients
 
 
@@ -101,13 +103,13 @@ def _steps(
     lengths: Lengths,
     work: Pieces,
 ) -> list[Step]:
-    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv, room for ``work``, a tile counter and the
-    lengths that are different tensors."""
+    """Its launches, of a call that gives ``ForGradients``, dq, dk and dv, room for ``work``, a tile counter unless that
+    is the last piece of it, and the lengths that are different tensors."""
     dout, q, k, v, out, lse, dq, dk, dv = map(Given, range(9))
     lse_log2, delta, sums, plan, *others = at_once.parts_of(work, 9)
-    # The counter of a kernel that clears sums itself is the last piece.
     *divided, counter = others if config.clears_ahead else (*others, Given(10))
-    places = {id(x): Given(11 + i) for i, x in enumerate(lengths.different)}
+    first = 10 if config.clears_ahead else 11
+    places = {id(x): Given(first + i) for i, x in enumerate(lengths.different)}
     unused = device_memory.no_lengths(tensors.q.device)
     cu_seqlens_q, cu_seqlens_k, used_q, used_k = (unused if x is None else places[id(x)] for x in lengths[:4])
     sequences, scale = lengths.cu_seqlens_q.shape[0], options.softmax_scale

@@ -47,17 +47,17 @@ class BackwardKernel(NamedTuple):
 
 def backward_kernel_of(config: BackwardConfig) -> BackwardKernel:
     is_paired = isinstance(config, PairedBackwardConfig)
-    return BackwardKernel(config.head_dim, config.causal, config.tile_m, config.tile_n, is_paired)
+    return BackwardKernel(config.used_columns_k, config.causal, config.tile_m, config.tile_n, is_paired)
 
 
 NAME = re.compile(
     r"hopper_bwd_(?:fp16|bf16)_d(?P<d>\d+)_(?P<mask>causal|full)_m(?P<m>\d+)n(?P<n>\d+)s\d+_r\d+_\d+"
-    r"(?:_ordered)?(?:_tile)?(?:_stores)?(?:_divided)?(?:_back)?(?:_pieces)?(?:_used\d+v\d+)?(?P<pair>_pair)?"
+    r"(?:_ordered)?(?:_tile)?(?:_stores)?(?:_divided)?(?:_back)?(?:_pieces)?(?:_used(?P<used>\d+)v\d+)?(?P<pair>_pair)?"
 )
 
 
 def parse_backward_kernel(name: str) -> BackwardKernel:
-    """The kernel of a config's name, as a report notes it.
+    """The kernel of a config's name, as a report notes it; of the columns of a tile those count that products have.
 
     Raises:
         ValueError: the name is not that of a backward config.
@@ -66,7 +66,8 @@ def parse_backward_kernel(name: str) -> BackwardKernel:
     if match is None:
         raise ValueError(f"config is {name!r}, allowed: the name of a backward config")
     sizes = int(match["m"]), int(match["n"])
-    return BackwardKernel(int(match["d"]), match["mask"] == "causal", *sizes, match["pair"] is not None)
+    columns = int(match["used"] or match["d"])
+    return BackwardKernel(columns, match["mask"] == "causal", *sizes, match["pair"] is not None)
 
 
 # One block of a CTA

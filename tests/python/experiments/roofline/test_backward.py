@@ -9,7 +9,7 @@ import pytest
 from cute_kernels.query_range import QueryRange
 from cute_kernels.seqlen import SeqlenInfo
 from cute_kernels.window import window_of
-from hopper.backward.config import can_divide_visits, can_walk_back
+from hopper.backward.config import can_divide_visits, can_walk_back, select_backward_config
 from hopper.backward.shipped import shipped_backward_configs
 from hopper_attention.experiments.bench.results import Cell, ForwardReport, Measured, PeerInfo
 from hopper_attention.experiments.bench.spec import Problem
@@ -159,6 +159,16 @@ def test_a_backward_kernel_is_read_back_from_its_name(config) -> None:
     takes_rows = kernel.tile_m == config.consumers * 64
     assert takes_rows != config.splits_columns
     assert kernel.keys == (config.keys if kernel.is_paired else config.tile_n)
+
+
+@pytest.mark.parametrize("head_dim", [32, 80, 104])
+def test_of_a_kernel_that_leaves_out_zeros_the_other_columns_count(head_dim: int) -> None:
+    config = select_backward_config("bfloat16", head_dim, head_dim, False)
+    kernel = roofline_backward.parse_backward_kernel(config.name)
+    assert kernel == roofline_backward.backward_kernel_of(config) and kernel.head_dim == head_dim
+    whole = roofline_backward.parse_backward_kernel(config.name.partition("_used")[0])
+    works = [roofline_backward.backward_block_work(each) for each in (kernel, whole)]
+    assert works[0].flops * whole.head_dim == works[1].flops * head_dim
 
 
 def test_names_that_are_no_backward_kernels_are_refused() -> None:
