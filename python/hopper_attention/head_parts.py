@@ -2,8 +2,8 @@
 
 A CTA has a tile of keys and all query heads that share them. Where there are few heads of K and V such tiles leave most
 of a GPU idle, and under a causal mask the longest of them is waited for. With the heads divided there are more tiles,
-which are shorter. Each part leaves dK and dV in float32 then, which are added up, and that takes time as well. Dense
-causal passes in any order, up to head_dim 128, are counted by ``tile_rounds.py``, others by the counts below.
+which are shorter. Each part leaves dK and dV in float32 then, which are added up, and that takes time as well. Causal
+passes in any order, up to head_dim 128, are counted by ``tile_rounds.py``, others by the counts below.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hopper.backward.config import (
 )
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import DTYPE_NAMES
-from hopper_attention.masks import Sides
+from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.packing_rules import MULTIPROCESSORS
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN
@@ -41,6 +41,10 @@ LEAST_GAIN = 0.95
 UNEVEN_IN_TAIL, UNEVEN = 1 / 6, 1 / 2
 """Of the longest tile's time, by how much CTAs end at different times: where the shortest tiles come last, as under a
 causal mask in any order of sums, and elsewhere."""
+
+EQUAL_LENGTHS = 1 / 4
+"""How much it counts what packed sequences would take if all had the mean length, beside what they take if one is as
+long as their bound says: a bound may be no more than that, as in graphs (`packed_parts_counted.json`)."""
 
 REMEMBERED_LENGTHS = 1024
 
@@ -69,10 +73,9 @@ def with_head_parts(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
         return p
     walks = _walks((seqlen_q, seqlen_k), p.causal, sides)
     tiles = batch * kv_heads * -(-seqlen_k // TILE)
-    is_wide = max(p.q_shape[3], p.v_shape[3]) > MAX_UNPAIRED_HEAD_DIM
-    if p.causal and not (p.deterministic or p.has_window or is_wide):
-        parts = _fastest_of_walks(tiles, walks, heads // kv_heads, around(batch, seqlen_q, heads))
-        return p._replace(head_parts=parts)
+    if _is_counted_by_walks(p.kind):
+        times = _times_of_walks(tiles, walks, heads // kv_heads, around(batch, seqlen_q, heads))
+        return p._replace(head_parts=_best_of(times))
     return p._replace(head_parts=_fastest(p.kind, tiles, walks, heads // kv_heads))
 
 
@@ -91,12 +94,38 @@ def _packed_parts(problem: GradientProblem, sizes: PackedSizes, sides: Sides) ->
         return 1
     # Lengths are on the GPU. Between equal lengths and a single long one the mean walk lies anywhere.
     longest = min(bounds[0], total_q), min(bounds[1], total_k)
-    means = max(total_q // sequences, 1), max(total_k // sequences, 1)
-    of_longest, of_means = (_walks(lengths, problem.causal, sides) for lengths in (longest, means))
-    walks = Walks(of_longest.longest, (of_longest.mean + of_means.mean) / 2)
     # A sequence ends within a tile, by the mean half of it.
     tiles = kv_heads * (-(-total_k // TILE) + (sequences - 1) // 2)
+    means = max(total_q // sequences, 1), max(total_k // sequences, 1)
+    if _is_counted_by_walks(problem):
+        one_long = _walks_of_one_long(longest, (total_q, total_k), sequences)
+        times = [
+            _times_of_walks(tiles, walks, heads // kv_heads, around(1, total_q, heads))
+            for walks in (one_long, _walks(means, True, FULL_SIDES))
+        ]
+        return _best_for_both(*times)
+    of_longest, of_means = (_walks(lengths, problem.causal, sides) for lengths in (longest, means))
+    walks = Walks(of_longest.longest, (of_longest.mean + of_means.mean) / 2)
     return _fastest(problem, tiles, walks, heads // kv_heads)
+
+
+def _is_counted_by_walks(problem: GradientProblem) -> bool:
+    """Whether ``tile_rounds.py`` counts: under a causal mask, in any order, up to head_dim 128."""
+    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_UNPAIRED_HEAD_DIM
+    return problem.causal and not (problem.deterministic or problem.has_window or is_wide)
+
+
+def _walks_of_one_long(longest: tuple[int, int], totals: tuple[int, int], sequences: int) -> Walks:
+    """Of packed sequences under a causal mask of which one has the longest queries and keys, and the others as many
+    each as are left: the least mean for these bounds."""
+    others, of_longest = sequences - 1, _walks(longest, True, FULL_SIDES)
+    if others == 0:
+        return of_longest
+    rest_q, rest_k = (max((total - most) // others, 1) for total, most in zip(totals, longest, strict=True))
+    tiles, other_tiles = -(-longest[1] // TILE), others * (rest_k / TILE + 1 / 2)
+    of_others = _walks((rest_q, rest_k), True, FULL_SIDES)
+    mean = (tiles * of_longest.mean + other_tiles * of_others.mean) / (tiles + other_tiles)
+    return Walks(of_longest.longest, mean)
 
 
 def _may_be_divided(problem: GradientProblem, heads: int, kv_heads: int) -> bool:
@@ -120,16 +149,26 @@ def _walks(seqlens: tuple[int, int], causal: bool, sides: Sides) -> Walks:
     return Walks(seqlen_q, seqlen_q - level * level / (2 * seqlen_k))
 
 
-def _fastest_of_walks(tiles: int, walks: Walks, shared: int, other: float) -> int:
-    """The number of parts that is done first under a causal mask, sums in any order, up to head_dim 128; ``other`` is
-    what comes before the kernel and behind it."""
+def _times_of_walks(tiles: int, walks: Walks, shared: int, other: float) -> dict[int, float]:
+    """Of each number of parts under a causal mask, sums in any order, up to head_dim 128. ``other`` is what comes
+    before the kernel and behind it."""
     times = {}
     for parts in range(1, shared + 1):
         if shared % parts == 0:
             longest, mean = (walk * shared / parts for walk in walks)
             times[parts] = other + time_of_walks(tiles * parts, longest, mean, parts)
+    return times
+
+
+def _best_of(times: dict[int, float]) -> int:
     best = min(times, key=lambda parts: times[parts])
     return best if times[best] < GAIN * times[1] else 1
+
+
+def _best_for_both(of_one_long: dict[int, float], of_equal: dict[int, float]) -> int:
+    """The number of parts that loses least to the best one of each, by the product of both losses."""
+    equal = {parts: time**EQUAL_LENGTHS for parts, time in of_equal.items()}
+    return _best_of({parts: time * equal[parts] for parts, time in of_one_long.items()})
 
 
 def _fastest(problem: GradientProblem, tiles: int, walks: Walks, shared: int) -> int:

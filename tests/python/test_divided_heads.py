@@ -198,6 +198,17 @@ def test_packed_sequences() -> None:
     assert packed_parts([2048]) >= parts_of(problem(1, 2048, (32, 8), 128)) > 1
 
 
+def test_packed_sequences_of_which_one_is_long() -> None:
+    """It is waited for, as long as its tiles are whole."""
+    lengths = [4104] + [256] * 26
+    assert packed_parts(lengths, (28, 4)) == packed_parts(lengths, (28, 4), 64) == 7
+    # Three heads of many long ones have tiles enough, and wait for the longest of 12.
+    assert packed_parts([12000] + [4475] * 11, (3, 1), 64) == 3
+    assert packed_parts([4475] * 12, (3, 1), 64) == 1
+    # Of equal ones a bound that is none of their lengths does not change the number soon.
+    assert {packed_parts([512] * 40, (28, 4), bounds=(bound, bound)) for bound in (512, 600, 900)} == {1}
+
+
 def test_packed_sequences_that_are_not_divided() -> None:
     lengths = [700, 300]
     assert packed_parts(lengths, (28, 4)) > 1
