@@ -117,7 +117,7 @@ def _is_counted_by_walks(problem: GradientProblem) -> bool:
 
 def _walks_of_one_long(longest: tuple[int, int], totals: tuple[int, int], sequences: int) -> Walks:
     """Of packed sequences under a causal mask of which one has the longest queries and keys, and the others as many
-    each as are left: the least mean for these bounds."""
+    each as are left."""
     others, of_longest = sequences - 1, _walks(longest, True, FULL_SIDES)
     if others == 0:
         return of_longest
@@ -166,9 +166,11 @@ def _best_of(times: dict[int, float]) -> int:
 
 
 def _best_for_both(of_one_long: dict[int, float], of_equal: dict[int, float]) -> int:
-    """The number of parts that loses least to the best one of each, by the product of both losses."""
-    equal = {parts: time**EQUAL_LENGTHS for parts, time in of_equal.items()}
-    return _best_of({parts: time * equal[parts] for parts, time in of_one_long.items()})
+    """The number of parts that is best by the mean of both times, which is geometric and weighs equal lengths by
+    ``EQUAL_LENGTHS``."""
+    whole = 1 + EQUAL_LENGTHS
+    equal = {parts: time ** (EQUAL_LENGTHS / whole) for parts, time in of_equal.items()}
+    return _best_of({parts: time ** (1 / whole) * equal[parts] for parts, time in of_one_long.items()})
 
 
 def _fastest(problem: GradientProblem, tiles: int, walks: Walks, shared: int) -> int:

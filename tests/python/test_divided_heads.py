@@ -194,19 +194,29 @@ def test_packed_sequences() -> None:
     # A bound that is no length may be that of one among short ones.
     assert packed_parts([256] * 8, bounds=(2048, 2048)) > 1 and packed_parts([1500, 500, 48]) > 1
     assert packed_parts([256] * 8, bounds=(8192, 8192)) == packed_parts([256] * 8, bounds=(2048, 2048))
-    # Rows of a longest sequence that comes head by head to the last tiles.
-    assert packed_parts([2048]) >= parts_of(problem(1, 2048, (32, 8), 128)) > 1
+    # A single one is divided as a dense one is.
+    for length, heads in (
+        (2048, (32, 8)),
+        (10125, (32, 8)),
+        (6072, (24, 8)),
+        (15508, (56, 8)),
+        (700, (28, 4)),
+    ):
+        assert packed_parts([length], heads) == parts_of(problem(1, length, heads, 128))
 
 
 def test_packed_sequences_of_which_one_is_long() -> None:
-    """It is waited for, as long as its tiles are whole."""
+    """It is waited for, unless heads are divided; a bound alone is no such sequence."""
     lengths = [4104] + [256] * 26
     assert packed_parts(lengths, (28, 4)) == packed_parts(lengths, (28, 4), 64) == 7
     # Three heads of many long ones have tiles enough, and wait for the longest of 12.
     assert packed_parts([12000] + [4475] * 11, (3, 1), 64) == 3
     assert packed_parts([4475] * 12, (3, 1), 64) == 1
     # Of equal ones a bound that is none of their lengths does not change the number soon.
-    assert {packed_parts([512] * 40, (28, 4), bounds=(bound, bound)) for bound in (512, 600, 900)} == {1}
+    bounds = 512, 900, 8192, 20480
+    assert {packed_parts([512] * 40, (28, 4), bounds=(bound, bound)) for bound in bounds} == {1}
+    # What is long is most of the work here.
+    assert packed_parts([8192] + [512] * 26, (28, 4)) == 1
 
 
 def test_packed_sequences_that_are_not_divided() -> None:
