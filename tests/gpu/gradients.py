@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from hopper_attention import flash_attn_func
+from hopper_attention import device_memory, flash_attn_func
 from hopper_attention.checks import FULL_WINDOW
-from hopper_attention.device_memory import Work
 from hopper_attention.reference import attention_naive
 from tests.gpu.conftest import Inputs
 from tests.python.varlen_cases import Case
@@ -22,11 +22,18 @@ SLACK = 1e-4
 Gradients = tuple[Tensor, ...]
 
 
-def poison(work: Work) -> Work:
-    """Work memory that holds NaN, and 3 where it has counts; in room for pieces of all kinds each float32 is NaN."""
-    for x in work.tensors:
-        x.fill_(math.nan if x.is_floating_point() else 255 if x.dtype == torch.uint8 else 3)
-    return work
+def poison_work_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let work memory hold NaN before it is given to a call, and 3 where it has counts; in room for pieces of all kinds
+    each float32 is NaN."""
+    get = device_memory.WorkMemory.get
+
+    def poisoned(memory: Any, device_index: int, pieces: Any) -> Any:
+        work = get(memory, device_index, pieces)
+        for x in work.tensors:
+            x.fill_(math.nan if x.is_floating_point() else 255 if x.dtype == torch.uint8 else 3)
+        return work
+
+    monkeypatch.setattr(device_memory.WorkMemory, "get", poisoned)
 
 
 def plain_attention(

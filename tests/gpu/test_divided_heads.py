@@ -17,14 +17,14 @@ from torch import Tensor
 from cute_kernels.backward.step import steps_of
 from hopper.backward.config import NATIVE_HEAD_DIMS, BackwardConfig, can_walk_back, select_backward_config
 from hopper.forward.tilings import shipped_forward_configs
-from hopper_attention import device_memory, flash_attn_func, flash_attn_varlen_func
+from hopper_attention import flash_attn_func, flash_attn_varlen_func
 from hopper_attention.backward_rules import MANY_KEYS
 from hopper_attention.launch import backward, packed_backward
 from hopper_attention.launch.gradient_launchers import DividedLauncher, PieceLauncher
 from hopper_attention.launch.packed_backward import PackedBackwardLauncher
 from hopper_attention.masks import FULL_SIDES, Sides
 from tests.gpu.conftest import compile_together
-from tests.gpu.gradients import find_gradient_errors, find_packed_errors, poison
+from tests.gpu.gradients import find_gradient_errors, find_packed_errors, poison_work_memory
 from tests.python.varlen_cases import Case, offsets
 
 pytestmark = pytest.mark.gpu
@@ -58,13 +58,7 @@ def compiled_kernels() -> None:
 @pytest.fixture(autouse=True)
 def poisoned_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work memory holds NaN before it is given to a call, and counters that `prepare` clears hold something."""
-    get = device_memory.WorkMemory.get
-
-    def poisoned(memory: Any, device_index: int, pieces: Any) -> Any:
-        work = get(memory, device_index, pieces)
-        return poison(work)
-
-    monkeypatch.setattr(device_memory.WorkMemory, "get", poisoned)
+    poison_work_memory(monkeypatch)
 
 
 def parts_of(x: Any, causal: bool, deterministic: bool = False, sides: Sides = FULL_SIDES) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ import torch
 from cute_kernels.backward.step import steps_of
 from hopper.backward.config import select_backward_config
 from hopper.forward.tilings import select_plain_config, shipped_forward_configs
-from hopper_attention import device_memory, flash_attn_func, flash_attn_varlen_func
+from hopper_attention import flash_attn_func, flash_attn_varlen_func
 from hopper_attention.launch import backward
 from hopper_attention.masks import FULL_SIDES
 from tests.gpu.conftest import compile_together
-from tests.gpu.gradients import find_gradient_errors, find_packed_errors, poison
+from tests.gpu.gradients import find_gradient_errors, find_packed_errors, poison_work_memory
 from tests.python.varlen_cases import Case, offsets
 
 pytestmark = pytest.mark.gpu
@@ -52,13 +51,7 @@ def compiled_kernels() -> None:
 @pytest.fixture(autouse=True)
 def poisoned_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work memory holds NaN before it is given to a call."""
-    get = device_memory.WorkMemory.get
-
-    def poisoned(memory: Any, device_index: int, pieces: Any) -> Any:
-        work = get(memory, device_index, pieces)
-        return poison(work)
-
-    monkeypatch.setattr(device_memory.WorkMemory, "get", poisoned)
+    poison_work_memory(monkeypatch)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -12,12 +12,12 @@ import torch
 from cute_kernels.backward.step import steps_of
 from hopper.backward.config import select_backward_config
 from hopper.forward.tilings import shipped_forward_configs
-from hopper_attention import device_memory, flash_attn_func
+from hopper_attention import flash_attn_func
 from hopper_attention.launch import backward
 from hopper_attention.launch.gradient_launchers import PieceLauncher
 from hopper_attention.masks import FULL_SIDES
 from tests.gpu.conftest import compile_together
-from tests.gpu.gradients import find_gradient_errors, poison
+from tests.gpu.gradients import find_gradient_errors, poison_work_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -50,13 +50,7 @@ def compiled_kernels() -> None:
 @pytest.fixture(autouse=True)
 def poisoned_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work memory holds NaN before it is given to a call, and places that are far off."""
-    get = device_memory.WorkMemory.get
-
-    def poisoned(memory: Any, device_index: int, pieces: Any) -> Any:
-        work = get(memory, device_index, pieces)
-        return poison(work)
-
-    monkeypatch.setattr(device_memory.WorkMemory, "get", poisoned)
+    poison_work_memory(monkeypatch)
 
 
 def launcher_of(x: Any, causal: bool) -> Any:
