@@ -20,6 +20,7 @@ from cute_kernels.tile_scheduler import (
 )
 from cute_kernels.window import Window
 from hopper.backward.config import BackwardConfig
+from hopper.backward.parts import QueryHeads
 from hopper.backward.work import BackwardWork, PackedBackwardWork, PlacedBackwardWork
 from hopper.tiles import ragged_view
 
@@ -196,7 +197,8 @@ class DenseBatch(LoopInvariant):
                 else TileOrder(*tiles, Sections(1, 0), longest_first=False)
             )
         seqlens = DenseSeqlens(*lengths)
-        return BackwardWork(self.config, window, scheduler, order, *totals, seqlens, heads_per_kv_head)
+        heads = QueryHeads(heads_per_kv_head)
+        return BackwardWork(self.config, window, scheduler, order, *totals, seqlens, heads)
 
 
 class PackedBatch(DenseBatch):
@@ -238,7 +240,7 @@ class PackedBatch(DenseBatch):
         of_tiles = plan, sequences, num_tiles, kv_heads, Int32(1), c.tile_n
         order = order_of_keys(c, of_tiles, heads_per_kv_head)
         seqlens = PackedSeqlens(plan)
-        rest = window, scheduler, order, num_tiles, m_end, seqlens, heads_per_kv_head
+        rest = window, scheduler, order, num_tiles, m_end, seqlens, QueryHeads(heads_per_kv_head)
         return self._work_type(c, *rest)
 
     @property

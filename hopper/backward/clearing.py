@@ -45,7 +45,7 @@ class Clearing(LoopInvariant):
             seqlens = work.seqlens.of(batch)
             step = ceil_div(seqlens.seqlen_k, c.tile_n)
             first = work.first_tile(head_kv, batch)
-            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+            for i in cutlass.range(work.query_heads.count(head_kv), unroll=1):
                 of_head = first + i * work.m_end
                 end = of_head + ceil_div(seqlens.seqlen_q, c.tile_m)
                 for tile in cutlass.range(of_head + n_block, end, step, unroll=1):

@@ -52,8 +52,8 @@ class Courier(LoopInvariant):
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
             visit, n_in_turn = work.visit(n_block, batch), work.in_turn(n_block, head_kv, batch)
-            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
-                of_head = self._visit(work, visit, (batch, head_kv * work.heads_per_kv_head + i, n_block))
+            for i in cutlass.range(work.query_heads.count(head_kv), unroll=1):
+                of_head = self._visit(work, visit, (batch, work.query_heads.first(head_kv) + i, n_block))
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
                 for place in cutlass.range(of_head.begin, of_head.end, unroll=1):
                     clock = (clock & ~3) | ((clock + 1) & 3)

@@ -28,7 +28,7 @@ from hopper.backward.dq import GradientOfQ, OrderedGradientOfQ, QueryTile
 from hopper.backward.epilogue import BackwardEpilogue, DividedEpilogue
 from hopper.backward.exchange import state_of
 from hopper.backward.options import NO_OPTIONS, BackwardOptions, key_rules
-from hopper.backward.parts import reciprocal_of
+from hopper.backward.parts import divided_heads, query_heads
 from hopper.backward.producer import BackwardOperands, BackwardPipelines, BackwardProducer
 from hopper.backward.work import BackwardWork
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
@@ -142,7 +142,8 @@ class BackwardKernel:
         )
         stores, divided, divisor = (), (), ()
         if const_expr(c.divides_heads):
-            divided, divisor = (mdK, mdV), (reciprocal_of(keys.shape[2] // mK.shape[2]),)
+            divided = mdK, mdV
+            divisor = divided_heads((mQ.shape[2], mK.shape[2], keys.shape[2]), are_equal=c.ordered)
         else:
             stores = (
                 cpasync.make_tiled_tma_atom(store, mdK, layouts.dk, (WARPGROUP_ROWS, c.head_dim)),
@@ -190,8 +191,8 @@ class BackwardKernel:
         """One CTA: make shared memory, barriers and pipelines, then part into the roles of the table.
 
         ``atoms`` and ``tensors`` are those of TMA: Q, K, V, dO, LSE and delta to load, then dK, dV and what else is
-        stored; with ``divides_heads`` the tensors end with dK and dV themselves, and ``divisor`` has the
-        ``reciprocal_of`` the parts of a head of K. ``sides`` are those of a window, ``lengths`` and ``sizes`` what
+        stored; with ``divides_heads`` the tensors end with dK and dV themselves, and ``divisor`` is that
+        of ``divided_heads``. ``sides`` are those of a window, ``lengths`` and ``sizes`` what
         ``batch`` makes of sequence lengths and the grid; ``changes`` and ``lists`` are fields of ``BackwardOptions``.
         """
         c = self.config
@@ -222,7 +223,7 @@ class BackwardKernel:
         pipes = self._make_pipelines(storage)
         window = window_of(c.causal, sides)
         work = self.batch.work(window, scheduler, lengths, heads_per_kv_head, sizes)
-        work = replace(work, lists=lists, parts=divisor)
+        work = replace(work, lists=lists, query_heads=query_heads(heads_per_kv_head, divisor))
         dq_memory = storage.sdQ.get_tensor(cute.make_layout((c.staged_words, c.stages, c.consumers)))
 
         # From here on each warp has its role. Registers go from the producer's warps to the consumers'.
@@ -310,15 +311,15 @@ class BackwardKernel:
             work.tell((n_block, head_kv, batch), sent)
             seqlens = work.seqlens.of(batch)
             producer.load_keys(
-                n_block, work.head_of_keys(head_kv), seqlens, work.state_of_keys(kv_state, sent)
+                n_block, work.query_heads.head_of_keys(head_kv), seqlens, work.state_of_keys(kv_state, sent)
             )
             sent += 1
             kv_state.advance()
             for each in clearing:
                 each.wait(work, head_kv, batch)
             visit = work.visit(n_block, batch)
-            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
-                head = head_kv * work.heads_per_kv_head + i
+            for i in cutlass.range(work.query_heads.count(head_kv), unroll=1):
+                head = work.query_heads.first(head_kv) + i
                 of_head = work.visit_of_head(visit, (batch, head, n_block))
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
                 of_head_sums = tuple((mdQ, first_tile) for mdQ in sums)
@@ -357,9 +358,9 @@ class BackwardKernel:
             consumer.clear()
             kv_state = state_of(1, visited)
             consumer.pipes.kv.consumer_wait(kv_state)
-            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+            for i in cutlass.range(work.query_heads.count(head_kv), unroll=1):
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
-                head = head_kv * work.heads_per_kv_head + i
+                head = work.query_heads.first(head_kv) + i
                 scores = rules.for_head(mask, head, batch)
                 of_head = work.visit_of_head(visit, (batch, head, n_block))
                 # Query tiles that a causal mask or the end of the sequence cuts, those that see all keys of the tile,

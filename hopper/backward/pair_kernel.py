@@ -39,6 +39,7 @@ from hopper.backward.pair_walk import (
     walk_listed,
     walk_range,
 )
+from hopper.backward.parts import divided_heads, query_heads
 from hopper.backward.producer import BackwardOperands
 from hopper.backward.turn_keeper import TurnKeeper
 from hopper.config import WARPGROUP_ROWS, WARPGROUP_THREADS
@@ -153,7 +154,8 @@ class PairedBackwardKernel:
         )
         divided, divisor = (), ()
         if const_expr(c.divides_heads):
-            divided, divisor = (mdK, mdV), (keys.shape[2] // mK.shape[2],)
+            divided = mdK, mdV
+            divisor = divided_heads((mQ.shape[2], mK.shape[2], keys.shape[2]), are_equal=False)
         else:
             copies = (
                 *copies,
@@ -221,7 +223,8 @@ class PairedBackwardKernel:
         window = window_of(c.causal, sides)
         queries = QueryRange(c.tile_m, c.tile_n, window, c.least_blocks, c.stores_first)
 
-        shared = softmax_scale, heads_per_kv_head, rank, queries, m_ends, changes, lists, divisor
+        heads = query_heads(heads_per_kv_head, divisor)
+        shared = softmax_scale, heads, rank, queries, m_ends, changes, lists
         if const_expr(c.layout == DENSE and (c.has_sections or c.shortens)):
             problem = self._place_in_order(shared, lengths, ordered)
         elif const_expr(c.layout == DENSE):
@@ -246,12 +249,12 @@ class PairedBackwardKernel:
             plan, (number, heads) = lengths[0], self.batch.number()
             # The grid has a cluster for each tile that there may be; the others have nothing to do.
             if number < PackedTileOrder.count(plan, heads):
-                self._run_packed(shared, lengths, parts)
+                self._run_packed(shared, lengths, heads_per_kv_head, parts)
 
     @cute.jit
-    def _run_packed(self, shared: tuple, lengths: tuple, parts: tuple):
+    def _run_packed(self, shared: tuple, lengths: tuple, heads_per_kv_head: Int32, parts: tuple):
         """The roles of a CTA that has a tile."""
-        pair, head_kv, batch = self.batch.place(lengths, *self.batch.number(), shared[1])
+        pair, head_kv, batch = self.batch.place(lengths, *self.batch.number(), heads_per_kv_head)
         n_block, seqlens = CLUSTER_CTAS * pair + shared[2], PackedSeqlens(lengths[0]).of(batch)
         self._run(self._place(shared, n_block, head_kv, seqlens), *parts)
 
@@ -267,8 +270,8 @@ class PairedBackwardKernel:
 
     def _place(self, shared: tuple, n_block: Int32, head_kv: Int32, seqlens: SeqlenInfo) -> Problem:
         """The problem of a CTA; ``shared`` is what all have of it."""
-        softmax_scale, heads_per_kv_head, *rest = shared
-        p = Problem(softmax_scale, seqlens, heads_per_kv_head, n_block, head_kv, *rest)
+        softmax_scale, heads, *rest = shared
+        p = Problem(softmax_scale, seqlens, heads, n_block, head_kv, *rest)
         if self.config.ordered and p.queries.last_keys_first:
             # The last keys first: they are the first to add to their queries, and wait for none.
             p = p._replace(n_block=CLUSTER_CTAS * (p.pairs - 1 - p.pair) + p.rank)

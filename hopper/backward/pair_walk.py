@@ -15,17 +15,18 @@ from cute_kernels.seqlen import SeqlenInfo
 from hopper.backward.config import CLUSTER_CTAS
 from hopper.backward.pair_consumer import PairConsumer
 from hopper.backward.pair_producer import PairProducer
+from hopper.backward.parts import QueryHeads
 from hopper.backward.turn_keeper import TurnKeeper
 
 
 class Problem(NamedTuple):
     """What all roles know of a launch and of their place in it. ``m_ends`` are the query tiles of a head of all packed
-    sequences, or nothing; ``changes`` and ``lists`` those of ``BackwardOptions``. ``parts`` is empty, or has the number
-    of those into which the query heads of a head of K and V are divided, which ``head_kv`` counts then."""
+    sequences, or nothing; ``changes`` and ``lists`` those of ``BackwardOptions``. ``head_kv`` counts parts
+    with ``EqualParts``."""
 
     softmax_scale: Float32
     seqlens: SeqlenInfo
-    heads_per_kv_head: Int32
+    query_heads: QueryHeads
     n_block: Int32
     head_kv: Int32
     rank: Int32
@@ -33,12 +34,11 @@ class Problem(NamedTuple):
     m_ends: tuple
     changes: tuple
     lists: tuple
-    parts: tuple
 
     @property
     def head_of_keys(self) -> Any:
         """The head of K and V."""
-        return self.head_kv // self.parts[0] if self.parts else self.head_kv
+        return self.query_heads.head_of_keys(self.head_kv)
 
     @property
     def pair(self) -> Any:
@@ -58,13 +58,18 @@ class Problem(NamedTuple):
     @property
     def first_tile(self) -> Any:
         """The number of the first query tile of the first query head, among all heads of the batch."""
-        first = self.head_kv * self.heads_per_kv_head * self.m_end
+        first = self.first_head * self.m_end
         return first + self.seqlens.first_query_tile(self.queries.tile_m) if self.seqlens.is_packed else first
 
     @property
     def first_head(self) -> Int32:
         """The first query head."""
-        return self.head_kv * self.heads_per_kv_head
+        return self.query_heads.first(self.head_kv)
+
+    @property
+    def heads(self) -> Int32:
+        """How many there are."""
+        return self.query_heads.count(self.head_kv)
 
     @property
     def visit(self) -> Visit:
@@ -109,8 +114,8 @@ def load_range(producer: PairProducer, problem: Problem):
     begin, end = p.queries.begin(p.pair, p.seqlens), p.queries.end(p.pair, p.seqlens)
     visit = Visit(begin, end, end, end)
     producer.load_keys(p.n_block, p.head_of_keys, p.seqlens)
-    for i in cutlass.range(p.heads_per_kv_head, unroll=1):
-        head, block = p.head_kv * p.heads_per_kv_head + i, i * (end - begin)
+    for i in cutlass.range(p.heads, unroll=1):
+        head, block = p.first_head + i, i * (end - begin)
         producer.load_queries(head, p.seqlens, visit, block)
 
 
@@ -119,7 +124,7 @@ def load_listed(producer: PairProducer, problem: Problem):
     """The same of those that are listed."""
     p, block = problem, Int32(0)
     producer.load_keys(p.n_block, p.head_of_keys, p.seqlens)
-    for i in cutlass.range(p.heads_per_kv_head, unroll=1):
+    for i in cutlass.range(p.heads, unroll=1):
         listed = listed_queries(p, p.first_head + i)
         producer.load_queries(p.first_head + i, p.seqlens, listed, block)
         block += listed.end
@@ -134,7 +139,7 @@ def keep_turns_of_range(keeper: TurnKeeper, problem: Problem):
         p.queries.end(p.pair, p.seqlens),
         p.first_tile,
     )
-    for i in cutlass.range(p.heads_per_kv_head, unroll=1):
+    for i in cutlass.range(p.heads, unroll=1):
         for m_block in cutlass.range(begin, end, unroll=1):
             block, tile = i * (end - begin) + m_block - begin, first_tile + i * p.m_end + m_block
             keeper.keep(block, tile, turn_of(p, m_block))
@@ -144,7 +149,7 @@ def keep_turns_of_range(keeper: TurnKeeper, problem: Problem):
 def keep_turns_of_list(keeper: TurnKeeper, problem: Problem):
     """The same of those that are listed."""
     p, block = problem, Int32(0)
-    for i in cutlass.range(p.heads_per_kv_head, unroll=1):
+    for i in cutlass.range(p.heads, unroll=1):
         listed = listed_queries(p, p.first_head + i)
         for place in cutlass.range(listed.begin, listed.end, unroll=1):
             keeper.keep(block, p.first_tile + i * p.m_end + listed.number(place), listed.turn(place))
@@ -170,7 +175,7 @@ def walk_range(consumer: PairConsumer, rules: KeyRules, mask: KeyMask, problem: 
     scores = rules.for_head(mask, first_head, p.seqlens.batch)
     consumer.block(scores, m_begin, Int32(0), Int32(0), True, True)
     tile_before = sums_of(p, m_begin, first_tile + m_begin)
-    for i in cutlass.range(p.heads_per_kv_head, unroll=1):
+    for i in cutlass.range(p.heads, unroll=1):
         tile, block = first_tile + i * tiles, i * blocks - m_begin
         scores = rules.for_head(mask, first_head + i, p.seqlens.batch)
         first = m_begin + 1 if i == 0 else m_begin
@@ -188,7 +193,7 @@ def walk_range(consumer: PairConsumer, rules: KeyRules, mask: KeyMask, problem: 
             for m_block in cutlass.range(left_masked, m_end, unroll=1):
                 consumer.block(scores, m_block, block + m_block, tile_before, True, False)
                 tile_before = sums_of(p, m_block, tile + m_block)
-    consumer.finish(p.heads_per_kv_head * blocks - 1, tile_before)
+    consumer.finish(p.heads * blocks - 1, tile_before)
 
 
 @cute.jit
@@ -202,7 +207,7 @@ def walk_listed(consumer: PairConsumer, rules: KeyRules, mask: KeyMask, problem:
     m_block = listed.number(Int32(0))
     consumer.block(scores, m_block, Int32(0), Int32(0), False, True)
     tile_before = first_tile + m_block
-    for i in cutlass.range(p.heads_per_kv_head, unroll=1):
+    for i in cutlass.range(p.heads, unroll=1):
         tile, listed_here = first_tile + i * p.m_end, listed_queries(p, first_head + i)
         of_head = rules.for_head(mask, first_head + i, p.seqlens.batch)
         first = Int32(1) if i == 0 else Int32(0)

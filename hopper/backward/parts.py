@@ -1,8 +1,70 @@
-"""Which head of K and V has a part of the query heads that share it, where these are divided among CTAs."""
+"""Which query heads share a head of K and V, or are a part of those that do, where these are divided among CTAs."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from cutlass import Int32, Int64
+
+from cute_kernels.invariant import LoopInvariant
+
+
+@dataclass(frozen=True)
+class QueryHeads(LoopInvariant):
+    """The query heads of a head of K and V: ``shared`` of them."""
+
+    shared: Any
+
+    def head_of_keys(self, head_kv: Any) -> Any:
+        """That of K and V which ``head_kv`` reads."""
+        return head_kv
+
+    def first(self, head_kv: Any) -> Any:
+        """The first query head of ``head_kv``."""
+        return head_kv * self.shared
+
+    def count(self, head_kv: Any) -> Any:
+        """How many there are."""
+        return self.shared
+
+
+@dataclass(frozen=True)
+class EqualParts(QueryHeads):
+    """The same divided into parts of ``shared`` each, as if each part had K and V of its own: ``head_kv`` counts parts.
+    ``reciprocal`` is ``reciprocal_of`` how many a head of K and V has."""
+
+    reciprocal: Any
+
+    def head_of_keys(self, head_kv: Any) -> Any:
+        return head_of_part(head_kv, self.reciprocal)
+
+
+@dataclass(frozen=True)
+class UnequalParts(EqualParts):
+    """The same, where ``shared`` are all that share a head of K and V, and the number of parts need not divide it: of 7
+    heads in 3 parts the last part has 3. All parts there are, times ``shared``, times the parts of a head of K and V
+    are below 2**30."""
+
+    def first(self, head_kv: Any) -> Any:
+        return head_of_part(head_kv * self.shared, self.reciprocal)
+
+    def count(self, head_kv: Any) -> Any:
+        return self.first(head_kv + 1) - self.first(head_kv)
+
+
+def divided_heads(heads: tuple[Any, Any, Any], are_equal: bool) -> tuple:
+    """What a kernel is told of parts: ``heads`` are those of Q, of K and V, and the parts of all of these. Couriers
+    have no registers for parts that are not equal."""
+    of_queries, of_keys, parts = heads
+    reciprocal = reciprocal_of(parts // of_keys)
+    return (reciprocal,) if are_equal else (of_queries // of_keys, reciprocal)
+
+
+def query_heads(shared: Any, divided: tuple) -> QueryHeads:
+    """``divided`` is empty, or that of ``divided_heads``; ``shared`` are the query heads of each head of K and V, or of
+    each of equal parts."""
+    if not divided:
+        return QueryHeads(shared)
+    return EqualParts(shared, *divided) if len(divided) == 1 else UnequalParts(*divided)
 
 
 def reciprocal_of(parts: Any) -> Any:

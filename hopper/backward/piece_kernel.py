@@ -80,11 +80,11 @@ class PieceBackwardKernel(BackwardKernel):
             kv_state.advance()
             visit = work.visit(n_block, batch)
             span = work.span(item, visit)
-            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+            for i in cutlass.range(work.query_heads.shared, unroll=1):
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
                 of_head = tuple((mdQ, first_tile) for mdQ in sums)
                 between = blocks_between(span, i, visit)
-                head = head_kv * work.heads_per_kv_head + i
+                head = work.query_heads.first(head_kv) + i
                 state = producer.load_queries(head, seqlens, between, state, of_head)
             item = work.scheduler.claim(mail_state)
             mail_state.advance()
@@ -117,8 +117,8 @@ class PieceBackwardKernel(BackwardKernel):
             consumer.clear()
             kv_state = state_of(1, visited)
             consumer.pipes.kv.consumer_wait(kv_state)
-            for i in cutlass.range(work.heads_per_kv_head, unroll=1):
-                scores = rules.for_head(mask, head_kv * work.heads_per_kv_head + i, batch)
+            for i in cutlass.range(work.query_heads.shared, unroll=1):
+                scores = rules.for_head(mask, work.query_heads.first(head_kv) + i, batch)
                 first_tile = work.first_tile(head_kv, batch) + i * work.m_end
                 between = blocks_between(span, i, visit)
                 state = walk(work, consumer, scores, (n_block, first_tile, batch), between, wg, state)

@@ -89,7 +89,7 @@ class PieceWork(BackwardWork):
     @cute.jit
     def span(self, item: Int32, visit: Visit) -> tuple[Int32, Int32]:
         """What an item visits of the query tiles of all heads, ``visit`` being that of its key tile and a head."""
-        begin, end = Int32(0), (visit.end - visit.begin) * self.heads_per_kv_head
+        begin, end = Int32(0), (visit.end - visit.begin) * self.query_heads.shared
         if self.divided.is_piece(item):
             blocks, piece = end, self.divided.piece(item)
             begin, end = self.divided.begin(piece, blocks), self.divided.begin(piece + 1, blocks)

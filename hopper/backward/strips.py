@@ -13,6 +13,7 @@ from cute_kernels.seqlen import DenseSeqlens
 from cute_kernels.tile_scheduler import TileScheduler
 from cute_kernels.window import Window
 from hopper.backward.batch import WrittenBatch
+from hopper.backward.parts import QueryHeads
 from hopper.backward.work import BackwardWork
 
 MOST_ROUNDS = 8
@@ -133,5 +134,11 @@ class StripBatch(WrittenBatch):
         tiles, totals = sizes
         seqlens = DenseSeqlens(*lengths)
         return StripWork(
-            self.config, window, scheduler, StripOrder(*tiles), *totals, seqlens, heads_per_kv_head
+            self.config,
+            window,
+            scheduler,
+            StripOrder(*tiles),
+            *totals,
+            seqlens,
+            QueryHeads(heads_per_kv_head),
         )

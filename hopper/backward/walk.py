@@ -43,7 +43,7 @@ class WalkingBackwardKernel(BackwardKernel):
         while tile < work.num_tiles:
             n_block, head_kv, batch = work.coordinates(tile)
             seqlens = work.seqlens.of(batch)
-            producer.load_keys(n_block, work.head_of_keys(head_kv), seqlens, kv_state)
+            producer.load_keys(n_block, work.query_heads.head_of_keys(head_kv), seqlens, kv_state)
             kv_state.advance()
             visit = work.visit(n_block, batch)
             state = load_back(work, producer, sums, (head_kv, batch), seqlens, visit, state)
@@ -98,10 +98,10 @@ def load_back(
 ) -> PipelineState:
     """The producer warp's part: loads the queries of a key tile. ``place`` is its head of K and V and batch."""
     head_kv, batch = place
-    first_head, first_tile = head_kv * work.heads_per_kv_head, work.first_tile(head_kv, batch)
+    first_head, first_tile = work.query_heads.first(head_kv), work.first_tile(head_kv, batch)
     for step in cutlass.range(visit.begin, visit.end, unroll=1):
         m_block = visit.begin + visit.end - 1 - step
-        for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+        for i in cutlass.range(work.query_heads.count(head_kv), unroll=1):
             at = Visit(m_block, m_block, m_block + 1, m_block + 1)
             of_head = tuple((mdQ, first_tile + i * work.m_end) for mdQ in sums)
             state = producer.load_queries(first_head + i, seqlens, at, state, of_head)
@@ -123,12 +123,12 @@ def walk_back(
     first_tile = work.first_tile(head_kv, batch)
     for step in cutlass.range(visit.unmasked, visit.end, unroll=1):
         m_block = visit.unmasked + visit.end - 1 - step
-        for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+        for i in cutlass.range(work.query_heads.count(head_kv), unroll=1):
             consumer.block(scores, m_block, first_tile + i * work.m_end + m_block, state, False)
             state.advance()
     for step in cutlass.range(visit.begin, visit.unmasked, unroll=1):
         m_block = visit.begin + visit.unmasked - 1 - step
-        for i in cutlass.range(work.heads_per_kv_head, unroll=1):
+        for i in cutlass.range(work.query_heads.count(head_kv), unroll=1):
             tile = first_tile + i * work.m_end + m_block
             if const_expr(c.hides_blocks):
                 if work.comes_before(m_block, n_block * c.consumers + wg, batch):

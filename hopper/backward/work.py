@@ -23,7 +23,7 @@ from cute_kernels.window import Window
 from hopper import mail
 from hopper.backward.config import BackwardConfig
 from hopper.backward.exchange import state_of
-from hopper.backward.parts import head_of_part
+from hopper.backward.parts import QueryHeads
 from hopper.config import WARPGROUP_ROWS
 
 
@@ -40,9 +40,8 @@ class BackwardWork(LoopInvariant):
     theirs in turn (``BackwardConfig.has_sections``).
 
     ``lists`` is empty, or has the int32 tensor (batch, heads, key tiles, 1 + query tiles, 2) from which
-    ``ListedQueries`` are read. ``parts`` is empty, or has ``reciprocal_of`` the number of those into which the query
-    heads of a head of K and V are divided: each has key tiles of its own, as if it had K and V of its own, and
-    ``head_kv`` counts them.
+    ``ListedQueries`` are read. With ``EqualParts`` each part has key tiles of its own, and ``head_kv`` counts
+    parts.
     """
 
     config: BackwardConfig
@@ -52,15 +51,8 @@ class BackwardWork(LoopInvariant):
     num_tiles: Int32
     m_end: Int32
     seqlens: DenseSeqlens | PackedSeqlens
-    heads_per_kv_head: Int32
+    query_heads: QueryHeads
     lists: tuple = ()
-    parts: tuple = ()
-
-    def head_of_keys(self, head_kv: Int32) -> Int32:
-        """That of K and V which ``head_kv`` reads."""
-        for reciprocal in self.parts:
-            return head_of_part(head_kv, reciprocal)
-        return head_kv
 
     @property
     def queries(self) -> QueryRange:
@@ -171,7 +163,7 @@ class BackwardWork(LoopInvariant):
 
     def first_tile(self, head_kv: Int32, batch: Int32) -> Int32:
         """The number of the first query tile of the first query head of ``head_kv``, among all heads and batches."""
-        return (batch * self.order.num_heads + head_kv) * self.heads_per_kv_head * self.m_end
+        return self.query_heads.first(batch * self.order.num_heads + head_kv) * self.m_end
 
     @property
     def _ends_alike(self) -> bool:
@@ -195,7 +187,7 @@ class PackedBackwardWork(BackwardWork):
 
     def first_tile(self, head_kv: Int32, batch: Int32) -> Int32:
         before = self.seqlens.of(batch).first_query_tile(self.config.tile_m)
-        return head_kv * self.heads_per_kv_head * self.m_end + before
+        return self.query_heads.first(head_kv) * self.m_end + before
 
     @property
     def _ends_alike(self) -> bool:

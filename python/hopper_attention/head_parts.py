@@ -2,12 +2,18 @@
 
 A CTA has a tile of keys and all query heads that share them. Where there are few heads of K and V such tiles leave most
 of a GPU idle, and under a causal mask the longest of them is waited for. With the heads divided there are more tiles,
-which are shorter. Each part leaves dK and dV in float32 then, which are added up, and that takes time as well. Causal
-passes in any order, up to head_dim 128, are counted by ``tile_rounds.py``, others by the counts below.
+which are shorter. Each part leaves dK and dV in float32 then, which are added up, and that takes time as well. Passes
+in any order are counted by ``tile_rounds.py`` under a causal mask, and of packed sequences without one up to head_dim
+128; others by the counts below.
+
+Where ``tile_rounds.py`` counts the number of parts need not divide that of heads, and some parts have a head more than
+others: 7 heads, of 28 over 4, have no divisors but 1 and 7, and 71 over one are a model's, too. In the other counts it
+divides them.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -26,7 +32,17 @@ from hopper_attention.masks import FULL_SIDES, Sides
 from hopper_attention.packing_rules import MULTIPROCESSORS
 from hopper_attention.problem import GradientProblem
 from hopper_attention.scores import PLAIN
-from hopper_attention.tile_rounds import GAIN, TILE, around, time_of_walks
+from hopper_attention.tile_rounds import (
+    CAUSAL,
+    GAIN,
+    PAIRED,
+    TILE,
+    UNMASKED,
+    Walkers,
+    around,
+    time_of_rounds,
+    time_of_walks,
+)
 
 ROWS_OF_A_PART = 320
 """Rows of queries that a key tile could visit in the time in which dK and dV of one are written and added up. Fitted to
@@ -46,7 +62,18 @@ EQUAL_LENGTHS = 1 / 4
 """How much it counts what packed sequences would take if all had the mean length, beside what they take if one is as
 long as their bound says: a bound may be no more than that, as in graphs (`packed_parts_counted.json`)."""
 
+NEARLY_BEST = 1.01
+"""Times the least time that is counted, up to which fewer parts are taken. Counts are not as exact, and parts take
+memory."""
+
+NEARLY_EQUAL = 0.95
+"""Of the longest walk a mean without a mask, above which tiles come in rounds."""
+
 REMEMBERED_LENGTHS = 1024
+
+MOST_COUNTED = 2**30 - 1
+"""A number of heads, or of query tiles of a key tile, that is divided, times the square of the parts, for which
+``head_of_part`` divides exactly."""
 
 
 class Walks(NamedTuple):
@@ -54,6 +81,20 @@ class Walks(NamedTuple):
 
     longest: float
     mean: float
+
+
+class KeyTiles(NamedTuple):
+    """Of a launch: how many there are, of how many heads of K and V, those of all batches, and how many query heads
+    share one of these."""
+
+    number: int
+    kv_heads: int
+    shared: int
+
+    @property
+    def most_parts(self) -> int:
+        """Of a head of K and V."""
+        return max(min(self.shared, math.isqrt(MOST_COUNTED // (self.kv_heads * self.shared))), 1)
 
 
 class PackedSizes(NamedTuple):
@@ -74,7 +115,8 @@ def with_head_parts(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     walks = _walks((seqlen_q, seqlen_k), p.causal, sides)
     tiles = batch * kv_heads * -(-seqlen_k // TILE)
     if _is_counted_by_walks(p.kind):
-        times = _times_of_walks(tiles, walks, heads // kv_heads, around(batch, seqlen_q, heads))
+        counted = KeyTiles(tiles, batch * kv_heads, heads // kv_heads)
+        times = _times_of_walks(counted, walks, around(batch, seqlen_q, heads), _walkers(p.kind))
         return p._replace(head_parts=_best_of(times))
     return p._replace(head_parts=_fastest(p.kind, tiles, walks, heads // kv_heads))
 
@@ -98,32 +140,44 @@ def _packed_parts(problem: GradientProblem, sizes: PackedSizes, sides: Sides) ->
     tiles = kv_heads * (-(-total_k // TILE) + (sequences - 1) // 2)
     means = max(total_q // sequences, 1), max(total_k // sequences, 1)
     if _is_counted_by_walks(problem):
-        one_long = _walks_of_one_long(longest, (total_q, total_k), sequences)
-        times = [
-            _times_of_walks(tiles, walks, heads // kv_heads, around(1, total_q, heads))
-            for walks in (one_long, _walks(means, True, FULL_SIDES))
-        ]
-        return _best_for_both(*times)
+        counted, by = KeyTiles(tiles, kv_heads, heads // kv_heads), _walkers(problem)
+        one_long = _walks_of_one_long(problem.causal, longest, (total_q, total_k), sequences)
+        equal = _walks(means, problem.causal, FULL_SIDES)
+        other = around(1, total_q, heads)
+        times = [_times_of_walks(counted, walks, other, by) for walks in (one_long, equal)]
+        return _best_for_both(times[0], times[1])
     of_longest, of_means = (_walks(lengths, problem.causal, sides) for lengths in (longest, means))
     walks = Walks(of_longest.longest, (of_longest.mean + of_means.mean) / 2)
     return _fastest(problem, tiles, walks, heads // kv_heads)
 
 
 def _is_counted_by_walks(problem: GradientProblem) -> bool:
-    """Whether ``tile_rounds.py`` counts: under a causal mask, in any order, up to head_dim 128."""
-    is_wide = max(problem.head_dim, problem.head_dim_v) > MAX_UNPAIRED_HEAD_DIM
-    return problem.causal and not (problem.deterministic or problem.has_window or is_wide)
+    """Whether ``tile_rounds.py`` counts."""
+    if problem.deterministic or problem.has_window:
+        return False
+    return problem.causal or (problem.is_packed and not _is_paired(problem))
 
 
-def _walks_of_one_long(longest: tuple[int, int], totals: tuple[int, int], sequences: int) -> Walks:
-    """Of packed sequences under a causal mask of which one has the longest queries and keys, and the others as many
-    each as are left."""
-    others, of_longest = sequences - 1, _walks(longest, True, FULL_SIDES)
+def _is_paired(problem: GradientProblem) -> bool:
+    return max(problem.head_dim, problem.head_dim_v) > MAX_UNPAIRED_HEAD_DIM
+
+
+def _walkers(problem: GradientProblem) -> Walkers:
+    if not problem.causal:
+        return UNMASKED
+    return PAIRED if _is_paired(problem) else CAUSAL
+
+
+def _walks_of_one_long(
+    causal: bool, longest: tuple[int, int], totals: tuple[int, int], sequences: int
+) -> Walks:
+    """Of packed sequences of which one has the longest queries and keys, and the others as many each as are left."""
+    others, of_longest = sequences - 1, _walks(longest, causal, FULL_SIDES)
     if others == 0:
         return of_longest
     rest_q, rest_k = (max((total - most) // others, 1) for total, most in zip(totals, longest, strict=True))
     tiles, other_tiles = -(-longest[1] // TILE), others * (rest_k / TILE + 1 / 2)
-    of_others = _walks((rest_q, rest_k), True, FULL_SIDES)
+    of_others = _walks((rest_q, rest_k), causal, FULL_SIDES)
     mean = (tiles * of_longest.mean + other_tiles * of_others.mean) / (tiles + other_tiles)
     return Walks(of_longest.longest, mean)
 
@@ -149,19 +203,22 @@ def _walks(seqlens: tuple[int, int], causal: bool, sides: Sides) -> Walks:
     return Walks(seqlen_q, seqlen_q - level * level / (2 * seqlen_k))
 
 
-def _times_of_walks(tiles: int, walks: Walks, shared: int, other: float) -> dict[int, float]:
-    """Of each number of parts under a causal mask, sums in any order, up to head_dim 128. ``other`` is what comes
-    before the kernel and behind it."""
+def _times_of_walks(tiles: KeyTiles, walks: Walks, other: float, by: Walkers) -> dict[int, float]:
+    """Of each number of parts, sums in any order. ``other`` is what comes before the kernel and behind it."""
     times = {}
-    for parts in range(1, shared + 1):
-        if shared % parts == 0:
-            longest, mean = (walk * shared / parts for walk in walks)
-            times[parts] = other + time_of_walks(tiles * parts, longest, mean, parts)
+    for parts in range(1, tiles.most_parts + 1):
+        longest, mean = walks.longest * -(-tiles.shared // parts), walks.mean * tiles.shared / parts
+        if by == UNMASKED and mean > NEARLY_EQUAL * longest:
+            times[parts] = other + time_of_rounds(tiles.number, longest * parts, parts)
+        else:
+            times[parts] = other + time_of_walks(tiles.number * parts, longest, mean, parts, by)
     return times
 
 
 def _best_of(times: dict[int, float]) -> int:
-    best = min(times, key=lambda parts: times[parts])
+    """Of these times by numbers of parts, the fewest of those that are nearly the best."""
+    least = min(times.values())
+    best = min(parts for parts, time in times.items() if time <= NEARLY_BEST * least)
     return best if times[best] < GAIN * times[1] else 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hopper_attention.packing_rules import MULTIPROCESSORS
 
@@ -32,9 +33,23 @@ ROWS_OF_A_LAUNCH, ROWS_OF_A_QUERY = 250, 0.0134
 GAIN = 0.975
 """Of the time without, above which sharing is not worth it."""
 
-UNEVEN_WALKS = 1 / 4
-"""Of the longest walk, by how much the last CTA ends behind the mean where tiles of several heads have walks of all
-lengths: as measured where heads share K and V. By their order alone it would be less."""
+
+class Walkers(NamedTuple):
+    """Of a launch whose key tiles have walks of all lengths: how many tiles are under way, and by how much of the
+    longest walk the last one ends behind the mean, as measured where heads share K and V. By their order alone it would
+    be less."""
+
+    at_once: int
+    uneven: float
+
+
+CAUSAL, PAIRED, UNMASKED = (
+    Walkers(MULTIPROCESSORS, 1 / 4),
+    Walkers(MULTIPROCESSORS // 2, 1 / 2),
+    Walkers(MULTIPROCESSORS, 1 / 2),
+)
+"""Under a causal mask CTAs of their own and pairs of CTAs; and without one packed sequences of several lengths, which
+come in their order (simulated, ``packed_parts_counted.json``)."""
 
 LONGER_HALF_FROM = 5
 """Heads of K and V, from which on those of a tail come one behind the other with the longer half of their tiles, where
@@ -46,7 +61,7 @@ def around(batch: int, seqlen_q: int, heads: int) -> float:
     return ROWS_OF_A_LAUNCH + ROWS_OF_A_QUERY * batch * seqlen_q * heads
 
 
-def time_of_rounds(tiles: int, walk: int, each: int) -> float:
+def time_of_rounds(tiles: int, walk: float, each: int) -> float:
     """Of so many tiles that all walk over so many queries, each divided among ``each`` CTAs."""
     rounds, rest = divmod(tiles * each, MULTIPROCESSORS)
     last = min(1, LAST_ROUND + LAST_ROUND_BY_TILES * rest / MULTIPROCESSORS) if rest else 0
@@ -54,11 +69,11 @@ def time_of_rounds(tiles: int, walk: int, each: int) -> float:
     return (rounds + last) * (walk / each + more) + _time_to_add(tiles * each, each)
 
 
-def time_of_walks(walks: int, longest: float, mean: float, each: int) -> float:
+def time_of_walks(walks: int, longest: float, mean: float, each: int, by: Walkers = CAUSAL) -> float:
     """Of so many walks of all lengths up to the longest, where ``each`` are of the same tile."""
     more = ROWS_OF_A_PIECE if each > 1 else 0
     longest, mean = longest + more, mean + more
-    return max(longest, walks * mean / MULTIPROCESSORS + UNEVEN_WALKS * longest) + _time_to_add(walks, each)
+    return max(longest, walks * mean / by.at_once + by.uneven * longest) + _time_to_add(walks, each)
 
 
 def time_in_order(walks: Sequence[float], each: int) -> float:

@@ -21,7 +21,12 @@ from hopper_attention.backward_rules import (
     in_strips,
 )
 from hopper_attention.checks import DTYPE_NAMES
-from hopper_attention.head_parts import MAX_BATCH_OR_HEADS, REMEMBERED_LENGTHS, with_head_parts
+from hopper_attention.head_parts import (
+    MAX_BATCH_OR_HEADS,
+    MOST_COUNTED,
+    REMEMBERED_LENGTHS,
+    with_head_parts,
+)
 from hopper_attention.masks import Sides
 from hopper_attention.packing_rules import MULTIPROCESSORS
 from hopper_attention.scores import PLAIN
@@ -40,9 +45,6 @@ MOST_PIECES = 3 * MULTIPROCESSORS
 
 FEWEST_BLOCKS = 2
 """Query tiles of a piece."""
-
-MOST_COUNTED = 2**30 - 1
-"""Query tiles of a key tile times the square of its pieces, for which ``head_of_part`` divides exactly."""
 
 MOST_ROUNDS = 10
 """Of tiles: launches of more are left alone. Four long passes took -1.6 to +1.7 % more time where 2 to 5 % less were

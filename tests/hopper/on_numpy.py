@@ -19,7 +19,7 @@ from cute_kernels.backward.step import BackwardStep, SteppedConfig
 from hopper.backward.batch import DenseBatch
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
-from hopper.backward.parts import reciprocal_of
+from hopper.backward.parts import divided_heads
 from hopper.config import WARPGROUP_ROWS, ForwardConfig
 from hopper.forward.fp8.config import Fp8ForwardConfig
 from hopper_attention.launch.fp8 import ALL_ROWS, adds_mean
@@ -510,7 +510,10 @@ def _launch_gradients(
     n_blocks, m_blocks = (-(-x.shape[1] // tile) for x, tile in ((k, c.tile_n), (q, c.tile_m)))
     sizes = *scale_and_sides, q.shape[1], k.shape[1], heads // kv_heads
     views = [x.permute(1, 3, 2, 0) for x in (q, k.repeat_interleave(head_parts, 2))]
-    divisor = (head_parts,) if c.divides_heads else ()
+    divisor: tuple[int, ...] = ()
+    if c.divides_heads:
+        are_equal = c.ordered and not isinstance(c, PairedBackwardConfig)
+        divisor = divided_heads((heads, k.shape[2], kv_heads), are_equal)
     if isinstance(c, PairedBackwardConfig):
         arguments.tensor(sums, (tiles * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
         counter = backward_counter(config, sums)
@@ -539,7 +542,7 @@ def _launch_gradients(
         tail = tail[0], DenseBatch(c).late_heads(*views)
     arguments.add(*sizes, n_blocks, kv_heads, batch, *tail, n_blocks * kv_heads * batch, m_blocks)
     add_rules(arguments, rules)
-    arguments.add(*map(reciprocal_of, divisor))
+    arguments.add(*divisor)
     arguments.launch(program, (1, 1, 1), timing)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from cute_kernels.backward.step import CLEARING_WORDS, SCHEDULER_WORDS, BackwardStep, SteppedConfig
 from cute_kernels.plan.config import plan_entries
 from hopper.backward.config import CLUSTER_CTAS, BackwardConfig, PairedBackwardConfig
-from hopper.backward.parts import reciprocal_of
+from hopper.backward.parts import divided_heads
 from tests.hopper.backward_maps import backward_maps
 from tests.hopper.hopper_machine import AT_ONCE, Timing
 from tests.hopper.on_numpy import NO_RULES, Arguments, Rules, add_rules, program_of
@@ -146,7 +146,7 @@ def _launch(
     arguments.add(number, heads // kv_heads, *(() if is_paired else (kv_heads,)), tiles)
     add_rules(arguments, rules)
     if config.divides_heads:
-        arguments.add(head_parts if is_paired else reciprocal_of(head_parts))
+        arguments.add(*divided_heads((heads, k.shape[1], kv_heads), config.ordered and not is_paired))
     if is_paired:
         of_tiles = CLUSTER_CTAS * plan_entries(k.shape[0], number - 1, config.tile_n)
         arguments.launch(program, (of_tiles, kv_heads, 1), timing, CLUSTER_CTAS)

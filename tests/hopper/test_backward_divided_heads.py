@@ -20,9 +20,10 @@ from hopper.backward.config import (
     select_backward_config,
     validate_backward_config,
 )
-from hopper.backward.parts import head_of_part, reciprocal_of
+from hopper.backward.parts import UnequalParts, head_of_part, reciprocal_of
 from hopper.backward.written_configs import select_one_tile_config, select_strip_config
 from hopper.config import SMEM_BYTES
+from hopper_attention.head_parts import MOST_COUNTED
 from tests.compile_pool import usage_of_each
 from tests.hopper.hopper_machine import AT_ONCE
 from tests.hopper.on_numpy import backward_on_numpy
@@ -108,10 +109,16 @@ class Case:
         ("bfloat16", 192, True, (99, 203), (4, 1), 2, 1, False),
         ("float16", 256, False, (65, 131), (6, 2), 3, 2, False),
         ("bfloat16", 256, True, (130, 130), (4, 1), 2, 1, True),
+        ("bfloat16", 64, True, (190, 150), (10, 2), 3, 2, False),
+        ("float16", 96, False, (140, 257), (7, 1), 4, 1, False),
+        ("bfloat16", 128, True, (129, 140), (7, 1), 2, 1, False),
+        ("bfloat16", 192, True, (99, 131), (5, 1), 3, 1, False),
+        ("float16", 256, False, (65, 131), (5, 1), 2, 2, True),
     ],
 )
 def test_gradients_of_divided_heads(dtype, head_dim, causal, seqlens, heads, parts, batch, ordered) -> None:
-    """Results and work memory are NaN before; there are key tiles of several CTAs, and parts of several heads."""
+    """Results and work memory are NaN before; there are key tiles of several CTAs, and parts of several heads, some of
+    one more than others."""
     config = dividing(select_backward_config(dtype, head_dim, head_dim, causal, ordered))
     case = Case(dtype, seqlens, heads, head_dim, batch, causal)
     case.check(case.run(config, parts))
@@ -164,6 +171,9 @@ def test_a_gradient_of_the_lse(head_dim: int) -> None:
         ("bfloat16", 72, False, ONE, (4, 1), 4, (50, NO_LIMIT), True, 2),
         ("bfloat16", 192, False, USED, (4, 2), 2, None, False, 1),
         ("float16", 136, True, UNEVEN, (2, 1), 2, None, True, 1),
+        ("bfloat16", 64, True, UNEVEN, (10, 2), 3, None, False, 3),
+        ("bfloat16", 128, True, USED, (7, 1), 2, None, False, 1),
+        ("bfloat16", 256, True, UNEVEN, (5, 1), 2, None, False, 1),
     ],
 )
 def test_gradients_of_packed_sequences(
@@ -174,10 +184,10 @@ def test_gradients_of_packed_sequences(
 
 
 @pytest.mark.parametrize("ctas", [1, 3])
-@pytest.mark.parametrize("sequences,head_dim", [(UNEVEN, 64), (USED, 128)])
-def test_a_warp_of_the_kernel_clears_sums_ahead(sequences, head_dim: int, ctas: int) -> None:
+@pytest.mark.parametrize("sequences,head_dim,heads", [(UNEVEN, 64, (5, 1)), (USED, 128, (4, 1))])
+def test_a_warp_of_the_kernel_clears_sums_ahead(sequences, head_dim: int, heads, ctas: int) -> None:
     check_packed(
-        "bfloat16", head_dim, False, *sequences, (4, 1), False, ctas=ctas, clears_ahead=True, head_parts=2
+        "bfloat16", head_dim, False, *sequences, heads, False, ctas=ctas, clears_ahead=True, head_parts=2
     )
 
 
@@ -229,6 +239,20 @@ def test_the_head_of_a_part_is_found_without_a_division() -> None:
             kv_heads * parts - 1,
         }:
             assert head_of_part(part, reciprocal) == part // parts
+
+
+def test_parts_of_query_heads_are_all_of_them_in_order() -> None:
+    for shared, parts, kv_heads in ((7, 3, 4), (71, 18, 2), (5, 5, 3), (8, 1, 5), (128, 37, 500), (12, 4, 3)):
+        heads, ends = UnequalParts(shared, reciprocal_of(parts)), []
+        assert kv_heads * shared * parts**2 <= MOST_COUNTED
+        for part in range(kv_heads * parts):
+            first, count = heads.first(part), heads.count(part)
+            assert first == (ends[-1] if ends else 0) and count in (shared // parts, -(-shared // parts))
+            assert (
+                heads.head_of_keys(part) == part // parts == first // shared == (first + count - 1) // shared
+            )
+            ends.append(first + count)
+        assert ends[-1] == kv_heads * shared
 
 
 def test_words_of_a_part_of_dk() -> None:

@@ -13,6 +13,7 @@ from cute_kernels.window import window_of
 from hopper.backward.batch import DenseBatch
 from hopper.backward.config import select_backward_config
 from hopper.backward.pair_batch import PAIRS_UNDER_WAY
+from hopper.backward.parts import QueryHeads
 from hopper.backward.work import BackwardWork
 from hopper_attention.reference import attention_naive
 from tests.hopper.on_numpy import backward_on_numpy
@@ -48,7 +49,9 @@ def test_key_tiles_wait_for_those_alone_that_were_claimed_before(
     if config.has_late_heads:
         order = TurnedTileOrder(*sizes, section, min(tail_heads, heads[1] * batch))
     window = window_of(causal, ())
-    work = BackwardWork(config, window, None, order, order.num_tiles, m_end, DenseSeqlens(*seqlens), group)
+    work = BackwardWork(
+        config, window, None, order, order.num_tiles, m_end, DenseSeqlens(*seqlens), QueryHeads(group)
+    )
     claimed = [work.coordinates(tile) for tile in range(order.num_tiles)]
     assert sorted(claimed) == sorted(itertools.product(range(tiles), range(heads[1]), range(batch)))
     added: Counter = Counter()
