@@ -61,6 +61,10 @@ FASTER_IN_ORDER = {64: 768, 128: 1024, 256: 512}
 """By the head_dim of a kernel, keys up to which sums of dQ in a fixed order are faster under a causal mask: the first
 key tile stores its part where any order adds to zeros (`backward_orders.json`; packed, `packed_stores_first.json`)."""
 
+FASTER_BACK = (64,)
+"""Head_dims at which sums in any order are faster even so where key tiles walk back: three sizes of 512 to 768 keys,
+with 8 to 71 heads over one, take 6 to 17 % less time. At 128 it is one or the other (`backward_any_parts.json`)."""
+
 MANY_ELEMENTS = 30_000_000
 """Of Q, from which on that was found. With few tiles a CTA its turns are waited for: 2 to 17 % slower with a quarter or
 less."""
@@ -277,6 +281,8 @@ def in_faster_order(problem: BackwardProblem) -> BackwardProblem:
     if not p.causal or p.has_window or p.has_chunk or p.scores != PLAIN or seqlen_q != seqlen_k:
         return p
     if p.dtype not in DTYPE_NAMES or head_dim != p.v_shape[3] or math.prod(p.q_shape) < MANY_ELEMENTS:
+        return p
+    if walk_back(p) and head_dim in FASTER_BACK:
         return p
     return p._replace(deterministic=p.deterministic or are_short((seqlen_q, seqlen_k), head_dim))
 
