@@ -143,7 +143,7 @@ class BackwardKernel:
         stores, divided, divisor = (), (), ()
         if const_expr(c.divides_heads):
             divided = mdK, mdV
-            divisor = divided_heads((mQ.shape[2], mK.shape[2], keys.shape[2]), are_equal=c.ordered)
+            divisor = divided_heads(c, (mQ.shape[2], mK.shape[2], keys.shape[2]))
         else:
             stores = (
                 cpasync.make_tiled_tma_atom(store, mdK, layouts.dk, (WARPGROUP_ROWS, c.head_dim)),
@@ -191,9 +191,10 @@ class BackwardKernel:
         """One CTA: make shared memory, barriers and pipelines, then part into the roles of the table.
 
         ``atoms`` and ``tensors`` are those of TMA: Q, K, V, dO, LSE and delta to load, then dK, dV and what else is
-        stored; with ``divides_heads`` the tensors end with dK and dV themselves, and ``divisor`` is that
-        of ``divided_heads``. ``sides`` are those of a window, ``lengths`` and ``sizes`` what
-        ``batch`` makes of sequence lengths and the grid; ``changes`` and ``lists`` are fields of ``BackwardOptions``.
+        stored; with ``divides_heads`` the tensors end with dK and dV themselves, and ``divisor`` is that of
+        ``divided_heads``. Where parts are unequal ``heads_per_kv_head`` is rounded down, and for the order of tiles
+        alone. ``sides`` are those of a window, ``lengths`` and ``sizes`` what ``batch`` makes of sequence lengths and
+        the grid; ``changes`` and ``lists`` are fields of ``BackwardOptions``.
         """
         c = self.config
         # Shared memory, and the barriers in it.

@@ -155,7 +155,7 @@ class PairedBackwardKernel:
         divided, divisor = (), ()
         if const_expr(c.divides_heads):
             divided = mdK, mdV
-            divisor = divided_heads((mQ.shape[2], mK.shape[2], keys.shape[2]), are_equal=False)
+            divisor = divided_heads(c, (mQ.shape[2], mK.shape[2], keys.shape[2]))
         else:
             copies = (
                 *copies,

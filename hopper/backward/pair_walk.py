@@ -22,7 +22,7 @@ from hopper.backward.turn_keeper import TurnKeeper
 class Problem(NamedTuple):
     """What all roles know of a launch and of their place in it. ``m_ends`` are the query tiles of a head of all packed
     sequences, or nothing; ``changes`` and ``lists`` those of ``BackwardOptions``. ``head_kv`` counts parts
-    with ``EqualParts``."""
+    where heads are divided."""
 
     softmax_scale: Float32
     seqlens: SeqlenInfo

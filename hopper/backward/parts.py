@@ -6,6 +6,7 @@ from typing import Any
 from cutlass import Int32, Int64
 
 from cute_kernels.invariant import LoopInvariant
+from hopper.backward.config import BackwardConfig, PairedBackwardConfig
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class QueryHeads(LoopInvariant):
 
 
 @dataclass(frozen=True)
-class EqualParts(QueryHeads):
-    """The same divided into parts of ``shared`` each, as if each part had K and V of its own: ``head_kv`` counts parts.
-    ``reciprocal`` is ``reciprocal_of`` how many a head of K and V has."""
+class Parts(QueryHeads):
+    """The same divided into parts, as if each part had K and V of its own: ``head_kv`` counts parts. ``reciprocal`` is
+    ``reciprocal_of`` how many a head of K and V has."""
 
     reciprocal: Any
 
@@ -38,11 +39,13 @@ class EqualParts(QueryHeads):
         return head_of_part(head_kv, self.reciprocal)
 
 
-@dataclass(frozen=True)
-class UnequalParts(EqualParts):
-    """The same, where ``shared`` are all that share a head of K and V, and the number of parts need not divide it: of 7
-    heads in 3 parts the last part has 3. All parts there are, times ``shared``, times the parts of a head of K and V
-    are below 2**30."""
+class EqualParts(Parts):
+    """Of ``shared`` query heads each."""
+
+
+class UnequalParts(Parts):
+    """Of ``shared`` query heads in all, which the number of parts need not divide: of 7 in 3 parts the last one has 3.
+    All parts there are, times ``shared``, times the parts of a head of K and V are below 2**30."""
 
     def first(self, head_kv: Any) -> Any:
         return head_of_part(head_kv * self.shared, self.reciprocal)
@@ -51,10 +54,11 @@ class UnequalParts(EqualParts):
         return self.first(head_kv + 1) - self.first(head_kv)
 
 
-def divided_heads(heads: tuple[Any, Any, Any], are_equal: bool) -> tuple:
-    """What a kernel is told of parts: ``heads`` are those of Q, of K and V, and the parts of all of these. Couriers
-    have no registers for parts that are not equal."""
+def divided_heads(config: BackwardConfig, heads: tuple[Any, Any, Any]) -> tuple:
+    """What a kernel that ``divides_heads`` is told of parts. ``heads`` are those of Q, of K and V, and the parts of all
+    of these. Couriers have no registers for parts that are not equal."""
     of_queries, of_keys, parts = heads
+    are_equal = config.ordered and not isinstance(config, PairedBackwardConfig)
     reciprocal = reciprocal_of(parts // of_keys)
     return (reciprocal,) if are_equal else (of_queries // of_keys, reciprocal)
 

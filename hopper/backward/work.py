@@ -40,7 +40,7 @@ class BackwardWork(LoopInvariant):
     theirs in turn (``BackwardConfig.has_sections``).
 
     ``lists`` is empty, or has the int32 tensor (batch, heads, key tiles, 1 + query tiles, 2) from which
-    ``ListedQueries`` are read. With ``EqualParts`` each part has key tiles of its own, and ``head_kv`` counts
+    ``ListedQueries`` are read. Where heads are divided each part has key tiles of its own, and ``head_kv`` counts
     parts.
     """
 

@@ -61,9 +61,10 @@ FASTER_IN_ORDER = {64: 768, 128: 1024, 256: 512}
 """By the head_dim of a kernel, keys up to which sums of dQ in a fixed order are faster under a causal mask: the first
 key tile stores its part where any order adds to zeros (`backward_orders.json`; packed, `packed_stores_first.json`)."""
 
-FASTER_BACK = (64,)
-"""Head_dims at which sums in any order are faster even so where key tiles walk back: three sizes of 512 to 768 keys,
-with 8 to 71 heads over one, take 6 to 17 % less time. At 128 it is one or the other (`backward_any_parts.json`)."""
+FASTER_BACK_HEAD_DIM, FASTER_BACK_HEADS, FASTER_BACK_KEYS = 64, 8, 512
+"""At this head_dim sums in any order are faster even so, where key tiles walk back over so many query heads and have so
+many keys: three sizes of 512 to 768 keys, with 8 to 71 heads over one, take 6 to 17 % less time. At 128 it is one or
+the other (`backward_any_parts.json`)."""
 
 MANY_ELEMENTS = 30_000_000
 """Of Q, from which on that was found. With few tiles a CTA its turns are waited for: 2 to 17 % slower with a quarter or
@@ -274,17 +275,25 @@ def in_strips(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     return p._replace(in_strips=fits)
 
 
-def in_faster_order(problem: BackwardProblem) -> BackwardProblem:
+def in_faster_order(problem: BackwardProblem, may_walk_back: bool = True) -> BackwardProblem:
     """A problem whose sums of dQ are made in a fixed order where that is faster than any: many sequences that are
-    short, with a causal mask alone and as many queries as keys. For the Hopper kernels."""
+    short, with a causal mask alone and as many queries as keys. For the Hopper kernels, of which those of packed
+    sequences cannot walk back."""
     p, (_, seqlen_q, _, head_dim), (_, seqlen_k, _, _) = problem, problem.q_shape, problem.k_shape
     if not p.causal or p.has_window or p.has_chunk or p.scores != PLAIN or seqlen_q != seqlen_k:
         return p
     if p.dtype not in DTYPE_NAMES or head_dim != p.v_shape[3] or math.prod(p.q_shape) < MANY_ELEMENTS:
         return p
-    if walk_back(p) and head_dim in FASTER_BACK:
+    if may_walk_back and _is_faster_back(p):
         return p
     return p._replace(deterministic=p.deterministic or are_short((seqlen_q, seqlen_k), head_dim))
+
+
+def _is_faster_back(problem: BackwardProblem) -> bool:
+    """Whether sums in any order are faster since key tiles walk back, of a causal problem with plain scores."""
+    (_, seqlen, heads, head_dim), kv_heads = problem.q_shape, problem.k_shape[2]
+    is_long = head_dim == FASTER_BACK_HEAD_DIM and seqlen >= FASTER_BACK_KEYS
+    return is_long and heads >= FASTER_BACK_HEADS * kv_heads
 
 
 def packed_in_faster_order(

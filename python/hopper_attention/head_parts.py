@@ -23,8 +23,6 @@ from hopper.backward.config import (
     CLUSTER_CTAS,
     MAX_HEAD_DIM,
     MAX_UNPAIRED_HEAD_DIM,
-    PairedBackwardConfig,
-    select_backward_config,
 )
 from hopper_attention.backward_rules import BackwardProblem
 from hopper_attention.checks import DTYPE_NAMES
@@ -54,9 +52,8 @@ ROWS_OF_A_PAIR = 704
 LEAST_GAIN = 0.95
 """Of the time with fewer parts, above which it is not worth it."""
 
-UNEVEN_IN_TAIL, UNEVEN = 1 / 6, 1 / 2
-"""Of the longest tile's time, by how much CTAs end at different times: where the shortest tiles come last, as under a
-causal mask in any order of sums, and elsewhere."""
+UNEVEN = 1 / 2
+"""Of the longest tile's time, by how much CTAs end at different times."""
 
 EQUAL_LENGTHS = 1 / 4
 """How much it counts what packed sequences would take if all had the mean length, beside what they take if one is as
@@ -72,8 +69,8 @@ NEARLY_EQUAL = 0.95
 REMEMBERED_LENGTHS = 1024
 
 MOST_COUNTED = 2**30 - 1
-"""A number of heads, or of query tiles of a key tile, that is divided, times the square of the parts, for which
-``head_of_part`` divides exactly."""
+"""What is divided times the parts, up to which ``head_of_part`` is exact: heads times parts, or query tiles of a key
+tile times pieces, times the parts or pieces again."""
 
 
 class Walks(NamedTuple):
@@ -93,8 +90,9 @@ class KeyTiles(NamedTuple):
 
     @property
     def most_parts(self) -> int:
-        """Of a head of K and V."""
-        return max(min(self.shared, math.isqrt(MOST_COUNTED // (self.kv_heads * self.shared))), 1)
+        """Of a head of K and V: no more than a GPU has CTAs under way."""
+        exact = math.isqrt(MOST_COUNTED // (self.kv_heads * self.shared))
+        return max(min(self.shared, MULTIPROCESSORS, exact), 1)
 
 
 class PackedSizes(NamedTuple):
@@ -110,7 +108,7 @@ def with_head_parts(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     """A problem with the number of parts with which it is done first, where scores are plain. ``sides`` are those of
     its window. For the Hopper kernels."""
     p, (_, seqlen_q, heads, _), (batch, seqlen_k, kv_heads, _) = problem, problem.q_shape, problem.k_shape
-    if not _may_be_divided(p.kind, heads, kv_heads):
+    if 0 in (*p.q_shape, *p.k_shape) or not _may_be_divided(p.kind, heads, kv_heads):
         return p
     walks = _walks((seqlen_q, seqlen_k), p.causal, sides)
     tiles = batch * kv_heads * -(-seqlen_k // TILE)
@@ -119,6 +117,13 @@ def with_head_parts(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
         times = _times_of_walks(counted, walks, around(batch, seqlen_q, heads), _walkers(p.kind))
         return p._replace(head_parts=_best_of(times))
     return p._replace(head_parts=_fastest(p.kind, tiles, walks, heads // kv_heads))
+
+
+def with_all_parts(problem: BackwardProblem) -> BackwardProblem:
+    """A problem each of whose query heads is a part, if heads may be divided: it has the kernels of any division."""
+    heads, kv_heads = problem.q_shape[2], problem.k_shape[2]
+    may_be = _may_be_divided(problem.kind, heads, kv_heads)
+    return problem._replace(head_parts=heads // kv_heads) if may_be else problem
 
 
 def packed_with_head_parts(
@@ -198,9 +203,9 @@ def _walks(seqlens: tuple[int, int], causal: bool, sides: Sides) -> Walks:
         return Walks(longest, longest)
     if right != 0:
         return Walks(seqlen_q, seqlen_q)
-    # Of keys and queries that are level with each other half of the pairs are seen.
+    # Of keys and queries that are level with each other half of the pairs are seen, and of queries in front none.
     level = min(seqlen_q, seqlen_k)
-    return Walks(seqlen_q, seqlen_q - level * level / (2 * seqlen_k))
+    return Walks(level, level - level * level / (2 * max(seqlen_k, 1)))
 
 
 def _times_of_walks(tiles: KeyTiles, walks: Walks, other: float, by: Walkers) -> dict[int, float]:
@@ -208,7 +213,7 @@ def _times_of_walks(tiles: KeyTiles, walks: Walks, other: float, by: Walkers) ->
     times = {}
     for parts in range(1, tiles.most_parts + 1):
         longest, mean = walks.longest * -(-tiles.shared // parts), walks.mean * tiles.shared / parts
-        if by == UNMASKED and mean > NEARLY_EQUAL * longest:
+        if by.in_rounds and mean > NEARLY_EQUAL * longest:
             times[parts] = other + time_of_rounds(tiles.number, longest * parts, parts)
         else:
             times[parts] = other + time_of_walks(tiles.number * parts, longest, mean, parts, by)
@@ -216,10 +221,11 @@ def _times_of_walks(tiles: KeyTiles, walks: Walks, other: float, by: Walkers) ->
 
 
 def _best_of(times: dict[int, float]) -> int:
-    """Of these times by numbers of parts, the fewest of those that are nearly the best."""
+    """Of these times by numbers of parts, the fewest of those that are nearly the best, or 1."""
     least = min(times.values())
-    best = min(parts for parts, time in times.items() if time <= NEARLY_BEST * least)
-    return best if times[best] < GAIN * times[1] else 1
+    if least >= GAIN * times[1]:
+        return 1
+    return min(parts for parts, time in times.items() if parts > 1 and time <= NEARLY_BEST * least)
 
 
 def _best_for_both(of_one_long: dict[int, float], of_equal: dict[int, float]) -> int:
@@ -232,26 +238,23 @@ def _best_for_both(of_one_long: dict[int, float], of_equal: dict[int, float]) ->
 
 def _fastest(problem: GradientProblem, tiles: int, walks: Walks, shared: int) -> int:
     """The number of parts that is done first, of ``shared`` query heads each and so many key tiles of all heads."""
-    dtype = DTYPE_NAMES[problem.dtype]
-    config = select_backward_config(dtype, problem.head_dim, problem.head_dim_v, problem.causal)
-    is_paired = isinstance(config, PairedBackwardConfig)
+    is_paired = _is_paired(problem)
     at_once = MULTIPROCESSORS // (CLUSTER_CTAS if is_paired else 1)
     of_a_part = ROWS_OF_A_PAIR if is_paired else ROWS_OF_A_PART
-    uneven = UNEVEN_IN_TAIL if problem.causal and not problem.deterministic else UNEVEN
-    best, least = 1, _time(tiles, at_once, walks, (shared, 0), uneven)
+    best, least = 1, _time(tiles, at_once, walks, (shared, 0))
     for parts in range(2, shared + 1):
         if shared % parts == 0:
-            time = _time(tiles * parts, at_once, walks, (shared // parts, of_a_part), uneven)
+            time = _time(tiles * parts, at_once, walks, (shared // parts, of_a_part))
             if time < LEAST_GAIN * least:
                 best, least = parts, time
     return best
 
 
-def _time(tiles: int, at_once: int, walks: Walks, of_a_tile: tuple[int, int], uneven: float) -> float:
+def _time(tiles: int, at_once: int, walks: Walks, of_a_tile: tuple[int, int]) -> float:
     """Until the last of so many key tiles is done, in rows of queries. ``of_a_tile`` are its heads, and the rows that
     its part of dK and dV is worth."""
     heads, of_a_part = of_a_tile
     longest, mean = (walk * heads + of_a_part for walk in walks)
     if longest == mean:
         return -(-tiles // at_once) * longest
-    return max(longest, tiles * mean / at_once + longest * uneven)
+    return max(longest, tiles * mean / at_once + longest * UNEVEN)

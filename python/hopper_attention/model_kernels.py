@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +16,7 @@ from cute_kernels.ampere.config import ARCH_OF_CAPABILITY
 from cute_kernels.backward.step import BackwardStep
 from cute_kernels.launches.config import LaunchesConfig
 from cute_kernels.plan.config import PlanConfig
-from cute_kernels.problem import VARLEN
+from cute_kernels.problem import DENSE, VARLEN
 from cute_kernels.rotation.config import RotationConfig
 from hopper.backward.config import BackwardConfig, can_walk_back, gains_by_clearing_ahead
 from hopper.compile import HOPPER_ARCH
@@ -30,7 +31,7 @@ from hopper_attention.few_packed_queries import find_few_packed
 from hopper_attention.few_queries import NOT_FEW, FewQueries, contiguous_spec, find_few
 from hopper_attention.few_queries_times import MOST_SPLITS
 from hopper_attention.forward_rules import ReferenceConfig, choose_for, grouped_problem
-from hopper_attention.head_parts import with_head_parts
+from hopper_attention.head_parts import with_all_parts, with_head_parts
 from hopper_attention.kvcache_plan import explain_kvcache
 from hopper_attention.launch.append import append_facts, select_append_config
 from hopper_attention.launch.split_forward import combine_config_of
@@ -303,13 +304,11 @@ def of_many_short(model: ModelShape, target: Target) -> Iterator[Any]:
     order."""
     batch = backward_rules.MANY_ELEMENTS // 256
     q, k, v = ((batch, *x.shape[1:]) for x in model.specs(256))
-    configs = of_special_problems(
-        model, target, (q, k, v), lambda asked, _: backward_rules.in_faster_order(asked)
-    )
-    for config in configs:
-        yield from (BackwardStep("prepare", config), config)
-        packed = replace(config, layout=VARLEN)
-        yield from (BackwardStep("prepare", packed), packed)
+    for layout in (DENSE, VARLEN):
+        in_order = partial(_in_faster_order, may_walk_back=layout == DENSE)
+        for config in of_special_problems(model, target, (q, k, v), in_order):
+            config = replace(config, layout=layout)
+            yield from (BackwardStep("prepare", config), config)
 
 
 def of_shared_keys(model: ModelShape, target: Target) -> Iterator[Any]:
@@ -331,17 +330,33 @@ def of_divided_heads(model: ModelShape, target: Target) -> Iterator[Any]:
         q, k, v = ((batch, *x.shape[1:]) for x in model.specs(seqlen))
         for config in of_special_problems(model, target, (q, k, v), _divided_in_faster_order):
             if config.divides_heads:
-                packed = replace(config, layout=VARLEN, walks_back=False)
-                clearing = (replace(packed, clears_ahead=True),) if gains_by_clearing_ahead(packed) else ()
                 # Of other lengths a part has other heads.
                 walks = (False, True) if can_walk_back(config) else (False,)
-                dense = (replace(config, walks_back=back) for back in walks)
-                for each in (*dense, packed, *clearing):
+                for each in (replace(config, walks_back=back) for back in walks):
                     yield from (each, BackwardStep("finish", each))
+    q, k, v = ((many, *x.shape[1:]) for x in model.specs(512))
+    for in_order in (False, True):
+        all_parts = partial(_with_all_parts, in_order=in_order)
+        for config in of_special_problems(model, target, (q, k, v), all_parts):
+            if config.divides_heads:
+                packed = replace(config, layout=VARLEN, walks_back=False)
+                clearing = (replace(packed, clears_ahead=True),) if gains_by_clearing_ahead(packed) else ()
+                for each in (packed, *clearing):
+                    yield from (each, BackwardStep("finish", each))
+
+
+def _in_faster_order(problem: BackwardProblem, sides: Sides, may_walk_back: bool) -> BackwardProblem:
+    return backward_rules.in_faster_order(problem, may_walk_back)
 
 
 def _divided_in_faster_order(problem: BackwardProblem, sides: Sides) -> BackwardProblem:
     return with_head_parts(backward_rules.in_faster_order(problem), sides)
+
+
+def _with_all_parts(problem: BackwardProblem, sides: Sides, in_order: bool) -> BackwardProblem:
+    """As packed sequences may be served, whose lengths say into how many parts."""
+    ordered = backward_rules.in_faster_order(problem, may_walk_back=False) if in_order else problem
+    return with_all_parts(ordered)
 
 
 def of_divided_visits(model: ModelShape, target: Target) -> Iterator[Any]:

@@ -35,21 +35,20 @@ GAIN = 0.975
 
 
 class Walkers(NamedTuple):
-    """Of a launch whose key tiles have walks of all lengths: how many tiles are under way, and by how much of the
-    longest walk the last one ends behind the mean, as measured where heads share K and V. By their order alone it would
-    be less."""
+    """Of a launch whose key tiles have walks of all lengths: how many tiles are under way, by how much of the longest
+    walk the last one ends behind the mean, where heads share K and V, and whether walks that are nearly equal come in
+    rounds. By the order of tiles alone the last one would end sooner."""
 
     at_once: int
     uneven: float
+    in_rounds: bool = False
 
 
-CAUSAL, PAIRED, UNMASKED = (
-    Walkers(MULTIPROCESSORS, 1 / 4),
-    Walkers(MULTIPROCESSORS // 2, 1 / 2),
-    Walkers(MULTIPROCESSORS, 1 / 2),
-)
-"""Under a causal mask CTAs of their own and pairs of CTAs; and without one packed sequences of several lengths, which
-come in their order (simulated, ``packed_parts_counted.json``)."""
+CAUSAL, PAIRED = Walkers(MULTIPROCESSORS, 1 / 4), Walkers(MULTIPROCESSORS // 2, 1 / 2)
+"""Under a causal mask, of CTAs of their own and of pairs of CTAs, as measured (`backward_any_parts.json`)."""
+
+UNMASKED = Walkers(MULTIPROCESSORS, 1 / 2, in_rounds=True)
+"""Of packed sequences without a mask, which come in their order, by a simulation (the same file)."""
 
 LONGER_HALF_FROM = 5
 """Heads of K and V, from which on those of a tail come one behind the other with the longer half of their tiles, where

@@ -510,10 +510,7 @@ def _launch_gradients(
     n_blocks, m_blocks = (-(-x.shape[1] // tile) for x, tile in ((k, c.tile_n), (q, c.tile_m)))
     sizes = *scale_and_sides, q.shape[1], k.shape[1], heads // kv_heads
     views = [x.permute(1, 3, 2, 0) for x in (q, k.repeat_interleave(head_parts, 2))]
-    divisor: tuple[int, ...] = ()
-    if c.divides_heads:
-        are_equal = c.ordered and not isinstance(c, PairedBackwardConfig)
-        divisor = divided_heads((heads, k.shape[2], kv_heads), are_equal)
+    divisor = divided_heads(c, (heads, k.shape[2], kv_heads)) if c.divides_heads else ()
     if isinstance(c, PairedBackwardConfig):
         arguments.tensor(sums, (tiles * heads, batch), (sums.stride(3), sums.stride(2), sums.stride(0)))
         counter = backward_counter(config, sums)

@@ -146,7 +146,7 @@ def _launch(
     arguments.add(number, heads // kv_heads, *(() if is_paired else (kv_heads,)), tiles)
     add_rules(arguments, rules)
     if config.divides_heads:
-        arguments.add(*divided_heads((heads, k.shape[1], kv_heads), config.ordered and not is_paired))
+        arguments.add(*divided_heads(config, (heads, k.shape[1], kv_heads)))
     if is_paired:
         of_tiles = CLUSTER_CTAS * plan_entries(k.shape[0], number - 1, config.tile_n)
         arguments.launch(program, (of_tiles, kv_heads, 1), timing, CLUSTER_CTAS)

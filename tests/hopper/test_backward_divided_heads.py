@@ -242,7 +242,15 @@ def test_the_head_of_a_part_is_found_without_a_division() -> None:
 
 
 def test_parts_of_query_heads_are_all_of_them_in_order() -> None:
-    for shared, parts, kv_heads in ((7, 3, 4), (71, 18, 2), (5, 5, 3), (8, 1, 5), (128, 37, 500), (12, 4, 3)):
+    for shared, parts, kv_heads in (
+        (7, 3, 4),
+        (71, 18, 2),
+        (5, 5, 3),
+        (8, 1, 5),
+        (128, 37, 500),
+        (12, 4, 3),
+        (127, 1, 65532),
+    ):
         heads, ends = UnequalParts(shared, reciprocal_of(parts)), []
         assert kv_heads * shared * parts**2 <= MOST_COUNTED
         for part in range(kv_heads * parts):

@@ -38,7 +38,8 @@ def problem(
         problem(128, 32, 512, (16, 4)),
         problem(128, 16, 1024, (16, 16)),
         problem(64, 21, 768, (32, 32)),
-        problem(64, 21, 768, (32, 16)),
+        problem(64, 21, 768, (32, 8)),
+        problem(64, 60, 400, (32, 4)),
         problem(256, 32, 512, (8, 2)),
     ],
 )
@@ -55,8 +56,8 @@ def test_many_short_sequences_have_one(asked: BackwardProblem) -> None:
     [
         problem(128, 8, 2048, (16, 16)),
         problem(64, 16, 1024, (32, 32)),
-        # Key tiles walk back.
-        problem(64, 21, 768, (32, 8)),
+        # Key tiles walk back over many heads.
+        problem(64, 21, 768, (32, 4)),
         problem(256, 21, 768, (8, 8)),
         problem(128, 8, 512, (16, 16)),
         problem(128, 32, 512, (16, 16), causal=False),

@@ -25,7 +25,13 @@ from hopper_attention.backward_rules import (
     select_for,
     walk_back,
 )
-from hopper_attention.head_parts import PackedSizes, packed_with_head_parts, with_head_parts
+from hopper_attention.head_parts import (
+    MOST_COUNTED,
+    KeyTiles,
+    PackedSizes,
+    packed_with_head_parts,
+    with_head_parts,
+)
 from hopper_attention.launch import backward
 from hopper_attention.launch.gradient_launchers import BackwardLauncher, DividedLauncher, StripLauncher
 from hopper_attention.launch.gradients import differentiate
@@ -240,6 +246,16 @@ def test_packed_sequences_that_are_not_divided() -> None:
     assert packed_parts(lengths, (28, 4), dtype=torch.float32) == 1
     assert packed_parts(lengths, (28, 4), scores=ScoreKind(has_softcap=True)) == 1
     assert packed_parts(lengths, (28, 4), keys="few") == 1
+    # There may be no tokens at all.
+    assert {packed_parts([0, 0], (28, 4), bounds=(900, 900), causal=x) for x in (False, True)} == {1}
+
+
+def test_parts_of_very_many_heads() -> None:
+    """No more than there are multiprocessors, and as many as are told apart exactly."""
+    assert parts_of(problem(1, 600, (4096, 1), 64)) <= 132
+    tiles = KeyTiles(1, 2**20, 64)
+    assert tiles.most_parts == 3 and tiles.kv_heads * tiles.shared * 4**2 > MOST_COUNTED
+    assert KeyTiles(1, 1, 71).most_parts == 71 and KeyTiles(1, 2**30, 2).most_parts == 1
 
 
 # What is launched
@@ -371,7 +387,9 @@ MODELS = (
     ModelShape(BF16, 32, 8, 128, 128),
     ModelShape(BF16, 28, 4, 128, 128, causal=(False, True)),
     ModelShape(torch.float16, 64, 1, 128, 128),
-    ModelShape(BF16, 48, 24, 64, 64),
+    ModelShape(BF16, 48, 24, 64, 64, causal=(False, True)),
+    ModelShape(BF16, 32, 8, 64, 64),
+    ModelShape(torch.float16, 71, 1, 64, 64),
     ModelShape(BF16, 16, 2, 256, 256),
 )
 
@@ -395,7 +413,7 @@ def test_what_calls_of_a_model_ask_for_is_compiled_ahead(model: ModelShape) -> N
                     packed = packed_in_faster_order(packed, elements, sizes.bounds)
                     asked.add(packed_with_head_parts(packed, sizes, FULL_SIDES)[0])
     found = (select_for(kind, "hopper", HOPPER_CAPABILITY) for kind in asked)
-    configs = [config for config in found if config.divides_heads or config.walks_back]
+    configs = [config for config in found if config.divides_heads or config.walks_back or config.ordered]
     steps = [BackwardStep(step, config) for config in configs for step in ("prepare", "finish")]
     assert configs and {c.name for c in (*configs, *steps)} <= ahead
 
