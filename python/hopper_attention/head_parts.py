@@ -55,9 +55,11 @@ LEAST_GAIN = 0.95
 UNEVEN = 1 / 2
 """Of the longest tile's time, by how much CTAs end at different times."""
 
-EQUAL_LENGTHS = 1 / 4
-"""How much it counts what packed sequences would take if all had the mean length, beside what they take if one is as
-long as their bound says: a bound may be no more than that, as in graphs (`packed_parts_counted.json`)."""
+ALL_EQUAL, FEW_EQUAL = 1 / 5, 1 / 2
+"""How much it counts what packed sequences would take if all had the mean length, and if as few as there may be were
+as long as their bound and the others empty, beside what they take if one is as long as their bound and the others have
+what is left. A bound may be no length, and graphs may have room for more sequences than there are (by a simulation,
+`backward_any_parts.json`)."""
 
 NEARLY_BEST = 1.01
 """Times the least time that is counted, up to which fewer parts are taken. Counts are not as exact, and parts take
@@ -140,20 +142,41 @@ def _packed_parts(problem: GradientProblem, sizes: PackedSizes, sides: Sides) ->
     if problem.keys == "few" or not _may_be_divided(problem, heads, kv_heads):
         return 1
     # Lengths are on the GPU. Between equal lengths and a single long one the mean walk lies anywhere.
-    longest = min(bounds[0], total_q), min(bounds[1], total_k)
-    # A sequence ends within a tile, by the mean half of it.
-    tiles = kv_heads * (-(-total_k // TILE) + (sequences - 1) // 2)
-    means = max(total_q // sequences, 1), max(total_k // sequences, 1)
+    longest, totals = (min(bounds[0], total_q), min(bounds[1], total_k)), (total_q, total_k)
     if _is_counted_by_walks(problem):
-        counted, by = KeyTiles(tiles, kv_heads, heads // kv_heads), _walkers(problem)
-        one_long = _walks_of_one_long(problem.causal, longest, (total_q, total_k), sequences)
-        equal = _walks(means, problem.causal, FULL_SIDES)
-        other = around(1, total_q, heads)
-        times = [_times_of_walks(counted, walks, other, by) for walks in (one_long, equal)]
-        return _best_for_both(times[0], times[1])
+        return _best_of(_mean_times(problem, sizes, longest))
+    tiles, means = kv_heads * _tiles_of(total_k, sequences), _mean_lengths(totals, sequences)
     of_longest, of_means = (_walks(lengths, problem.causal, sides) for lengths in (longest, means))
     walks = Walks(of_longest.longest, (of_longest.mean + of_means.mean) / 2)
     return _fastest(problem, tiles, walks, heads // kv_heads)
+
+
+def _mean_times(problem: GradientProblem, sizes: PackedSizes, longest: tuple[int, int]) -> dict[int, float]:
+    """Of packed sequences by each number of parts: the geometric mean over the lengths that they may have."""
+    causal, by, sequences = problem.causal, _walkers(problem), sizes.sequences
+    (total_q, heads, _), (total_k, kv_heads, _) = sizes.q_shape, sizes.k_shape
+    totals, other = (total_q, total_k), around(1, total_q, heads)
+    fewest = max(-(-total // max(most, 1)) for total, most in zip(totals, longest, strict=True)) or 1
+    guesses = (
+        (1.0, sequences, _walks_of_one_long(causal, longest, totals, sequences)),
+        (ALL_EQUAL, sequences, _walks(_mean_lengths(totals, sequences), causal, FULL_SIDES)),
+        (FEW_EQUAL, fewest, _walks(_mean_lengths(totals, fewest), causal, FULL_SIDES)),
+    )
+    mean: dict[int, float] = {}
+    for weight, number, walks in guesses:
+        tiles = KeyTiles(kv_heads * _tiles_of(total_k, number), kv_heads, heads // kv_heads)
+        for parts, time in _times_of_walks(tiles, walks, other, by).items():
+            mean[parts] = mean.get(parts, 1.0) * time ** (weight / (1 + ALL_EQUAL + FEW_EQUAL))
+    return mean
+
+
+def _tiles_of(total_k: int, sequences: int) -> int:
+    """Key tiles of packed sequences: each ends within one, by the mean half of it."""
+    return -(-total_k // TILE) + (sequences - 1) // 2
+
+
+def _mean_lengths(totals: tuple[int, int], sequences: int) -> tuple[int, int]:
+    return max(totals[0] // sequences, 1), max(totals[1] // sequences, 1)
 
 
 def _is_counted_by_walks(problem: GradientProblem) -> bool:
@@ -226,14 +249,6 @@ def _best_of(times: dict[int, float]) -> int:
     if least >= GAIN * times[1]:
         return 1
     return min(parts for parts, time in times.items() if parts > 1 and time <= NEARLY_BEST * least)
-
-
-def _best_for_both(of_one_long: dict[int, float], of_equal: dict[int, float]) -> int:
-    """The number of parts that is best by the mean of both times, which is geometric and weighs equal lengths by
-    ``EQUAL_LENGTHS``."""
-    whole = 1 + EQUAL_LENGTHS
-    equal = {parts: time ** (EQUAL_LENGTHS / whole) for parts, time in of_equal.items()}
-    return _best_of({parts: time ** (1 / whole) * equal[parts] for parts, time in of_one_long.items()})
 
 
 def _fastest(problem: GradientProblem, tiles: int, walks: Walks, shared: int) -> int:

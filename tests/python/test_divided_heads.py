@@ -225,6 +225,15 @@ def test_packed_sequences_without_a_mask() -> None:
     assert packed_parts([3465, 3400], (16, 2), causal=False) == 8
 
 
+@pytest.mark.parametrize(
+    ("heads", "lengths"), [((28, 4), [512] * 40), ((32, 8), [4096] * 4), ((8, 1), [1024] * 4)], ids=str
+)
+def test_room_for_more_sequences_than_there_are(heads: tuple[int, int], lengths: list[int]) -> None:
+    """As graphs have: those that are empty change nothing here."""
+    found = {packed_parts(lengths + [0] * room, heads) for room in (0, 8, 56, 120)}
+    assert len(found) == 1 and found <= {1, 8}
+
+
 def test_packed_sequences_of_which_one_is_long() -> None:
     """It is waited for, unless heads are divided; a bound alone is no such sequence."""
     lengths = [4104] + [256] * 26
