@@ -139,7 +139,8 @@ def packed_with_head_parts(
 @lru_cache(maxsize=REMEMBERED_LENGTHS)
 def _packed_parts(problem: GradientProblem, sizes: PackedSizes, sides: Sides) -> int:
     (total_q, heads, _), (total_k, kv_heads, _), sequences, bounds = sizes
-    if problem.keys == "few" or not _may_be_divided(problem, heads, kv_heads):
+    is_empty = 0 in (total_q, total_k, sequences)
+    if is_empty or problem.keys == "few" or not _may_be_divided(problem, heads, kv_heads):
         return 1
     # Lengths are on the GPU. Between equal lengths and a single long one the mean walk lies anywhere.
     longest, totals = (min(bounds[0], total_q), min(bounds[1], total_k)), (total_q, total_k)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -255,8 +256,11 @@ def test_packed_sequences_that_are_not_divided() -> None:
     assert packed_parts(lengths, (28, 4), dtype=torch.float32) == 1
     assert packed_parts(lengths, (28, 4), scores=ScoreKind(has_softcap=True)) == 1
     assert packed_parts(lengths, (28, 4), keys="few") == 1
-    # There may be no tokens at all.
-    assert {packed_parts([0, 0], (28, 4), bounds=(900, 900), causal=x) for x in (False, True)} == {1}
+    # There may be no tokens at all, and no sequence.
+    empty = ([0, 0], []), (False, True)
+    assert {packed_parts(x, (28, 4), bounds=(900, 900), causal=causal) for x, causal in product(*empty)} == {
+        1
+    }
 
 
 def test_parts_of_very_many_heads() -> None:
