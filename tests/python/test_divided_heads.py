@@ -263,6 +263,10 @@ def test_packed_sequences_that_are_not_divided() -> None:
     }
 
 
+def test_nothing_is_divided_where_there_is_nothing() -> None:
+    assert parts_of(problem(0, 1000, (8, 2), 64)) == parts_of(problem(1, (1000, 0), (8, 2), 64)) == 1
+
+
 def test_parts_of_very_many_heads() -> None:
     """No more than there are multiprocessors, and as many as are told apart exactly."""
     assert parts_of(problem(1, 600, (4096, 1), 64)) <= 132
