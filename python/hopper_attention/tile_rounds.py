@@ -45,10 +45,11 @@ class Walkers(NamedTuple):
 
 
 CAUSAL, PAIRED = Walkers(MULTIPROCESSORS, 1 / 4), Walkers(MULTIPROCESSORS // 2, 1 / 2)
-"""Under a causal mask, of CTAs of their own and of pairs of CTAs, as measured (`backward_any_parts.json`)."""
+"""Under a causal mask: of CTAs of their own, fitted to sizes with shared heads of `backward_pieces.json`, and of pairs of
+CTAs, to the first ones of `backward_any_parts.json`."""
 
 UNMASKED = Walkers(MULTIPROCESSORS, 1 / 2, in_rounds=True)
-"""Of packed sequences without a mask, which come in their order, by a simulation (the same file)."""
+"""Of packed sequences without a mask, fitted to a simulation (`backward_any_parts.json`)."""
 
 LONGER_HALF_FROM = 5
 """Heads of K and V, from which on those of a tail come one behind the other with the longer half of their tiles, where
@@ -68,7 +69,7 @@ def time_of_rounds(tiles: int, walk: float, each: int) -> float:
     return (rounds + last) * (walk / each + more) + _time_to_add(tiles * each, each)
 
 
-def time_of_walks(walks: int, longest: float, mean: float, each: int, by: Walkers = CAUSAL) -> float:
+def time_of_walks(walks: int, longest: float, mean: float, each: int, by: Walkers) -> float:
     """Of so many walks of all lengths up to the longest, where ``each`` are of the same tile."""
     more = ROWS_OF_A_PIECE if each > 1 else 0
     longest, mean = longest + more, mean + more

@@ -13,7 +13,15 @@ from cute_kernels.window import window_of
 from hopper.backward import batch
 from hopper.backward.config import select_backward_config
 from hopper_attention import tile_rounds, visit_pieces
-from hopper_attention.tile_rounds import around, causal_walks, time_in_order, time_of_rounds, time_of_walks
+from hopper_attention.tile_rounds import (
+    CAUSAL,
+    PAIRED,
+    around,
+    causal_walks,
+    time_in_order,
+    time_of_rounds,
+    time_of_walks,
+)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +80,8 @@ def test_order_by_hand() -> None:
 
 def test_walks_of_all_lengths_by_hand() -> None:
     # The longest is waited for, or ends behind the mean by a quarter of it.
-    assert time_of_walks(66, 1000, 500, 1) == 1000
-    assert time_of_walks(264, 1000, 500, 1) == 1250
-    assert time_of_walks(264, 500, 250, 2) == pytest.approx(2 * 390 + 640 / 4 + 0.75 * 264 + 40 * 2)
+    assert time_of_walks(66, 1000, 500, 1, CAUSAL) == 1000
+    assert time_of_walks(264, 1000, 500, 1, CAUSAL) == 1250
+    assert time_of_walks(264, 500, 250, 2, CAUSAL) == pytest.approx(2 * 390 + 640 / 4 + 0.75 * 264 + 40 * 2)
+    # Half as many pairs are under way, and end at times that differ by more.
+    assert time_of_walks(132, 1000, 500, 1, PAIRED) == 132 * 500 / 66 + 1000 / 2
