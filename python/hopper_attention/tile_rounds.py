@@ -45,8 +45,8 @@ class Walkers(NamedTuple):
 
 
 CAUSAL, PAIRED = Walkers(MULTIPROCESSORS, 1 / 4), Walkers(MULTIPROCESSORS // 2, 1 / 2)
-"""Under a causal mask: of CTAs of their own, fitted to sizes with shared heads of `backward_pieces.json`, and of pairs of
-CTAs, to the first ones of `backward_any_parts.json`."""
+"""Under a causal mask: of CTAs of their own, fitted to sizes with shared heads of `backward_pieces.json`, and of pairs,
+to the first ones of `backward_any_parts.json`."""
 
 UNMASKED = Walkers(MULTIPROCESSORS, 1 / 2, in_rounds=True)
 """Of packed sequences without a mask, fitted to a simulation (`backward_any_parts.json`)."""
