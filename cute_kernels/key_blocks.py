@@ -76,7 +76,7 @@ class KeyBlocks(LoopInvariant):
 
     Those from ``unmasked`` on, and those before ``left_masked``, hold keys that a row of the tile may not see. Without
     a left side both ``begin`` and ``left_masked`` are 0 when the kernel is compiled. The producer and every consumer
-    walk by this, in all kernels, but for consumers that walk apart (``PartOfBlocks``).
+    walk by this, in all kernels, but for consumers that walk apart (``PartOfBlocks``), or without a query let all pass.
     """
 
     block_range: BlockRange

@@ -20,6 +20,7 @@ from cute_kernels.problem import (
     feature_names,
 )
 from cute_kernels.user_functions import NO_FUNCTIONS, UserFunctions
+from hopper import ragged
 from hopper.field_checks import check_group, check_used_columns
 
 SMEM_BYTES = 232_448
@@ -42,29 +43,12 @@ COLUMNS_PER_STEP, COLUMNS_PER_ATOM = 16, 8
 WIDE_HEAD_DIM = 160
 """From here on a Q that is awaited costs more than warpgroups that wait for each other once a tile."""
 
-ENDING_WIDTHS = {
-    (128, 176, False): (64, 112),
-    (256, 80, False): (32, 48, 64),
-    (256, 80, True): (32, 48, 64),
-}
-"""By head_dim, keys of a block, which divide no power of two, and causal: keys that the last block may be cut to
-(``ForwardConfig.first_widths``). Of 2048, 4096, 8192 and 16384 keys 176 leave 112, 48, 96 and 16, and 80 leave 48, 16,
-32 and 64. A few keys more than 4096 leave 64 at most."""
-
 ASKING_TILES = {
     *((head_dim, 64, causal) for head_dim in (64, 256) for causal in (False, True)),
     *((128, tile_n, False) for tile_n in (96, 128, 176)),
     (128, 128, True),
 }
 """Of 16 bits, by head_dim, keys of a block and causal: those for which ``asks_early`` was timed, and is faster."""
-
-COUNTING_TILES = {
-    ("bfloat16", 128, 160),
-    *((dtype, MAX_HEAD_DIM, 80) for dtype in DTYPES),
-}
-"""By dtype, head_dim and keys of a block: those for which ``counts_from_end`` was timed, and is faster. With 128 keys a
-block, as many as a tile has queries, the diagonal of each tile would cut one block more. In float16 whole lengths lose
-0.5 to 0.9 % at head_dim 128."""
 
 WAITING_TILES = {("bfloat16", 128, 128, False)}
 """Of these, those for which ``waits_to_load`` was timed, and is faster; by dtype too."""
@@ -208,6 +192,11 @@ class ForwardConfig:
         return True
 
     @property
+    def lets_blocks_pass(self) -> bool:
+        """Whether a warpgroup without a query leaves out all of its tile, where others that share its blocks do not."""
+        return self.element_bytes == 2 and ragged.lets_blocks_pass(self)
+
+    @property
     def shares_first_block(self) -> bool:
         """Whether warpgroups that visit the same blocks work each on the keys of the first one that its rows see."""
         return self.has_short_beginnings
@@ -215,11 +204,13 @@ class ForwardConfig:
     @property
     def first_widths(self) -> tuple[int, ...]:
         """Keys, in ascending order, of the block that a warpgroup visits first, of which only so many are worked on
-        where its rows see no more: of many warpgroups under a causal mask, as a block is twice as wide as a warpgroup
-        is high or more. As many as it has rows, or a multiple, where these divide a block; else half of the block. What
+        where its rows see no more. Of many warpgroups under a causal mask, as a block is twice as wide as a warpgroup
+        is high or more: as many as it has rows, or a multiple, where these divide a block; else half of the block. What
         else is in the softmax's way takes the registers. Each width of the tiles that ship has whole steps of P V."""
         if self.cuts_first_product:
-            return ENDING_WIDTHS[self.head_dim, self.tile_n, self.causal]
+            return ragged.PRODUCT_WIDTHS[self._tiles]
+        if self.lets_blocks_pass and self.element_bytes == 2:
+            return ragged.score_widths(self)
         is_wide = self.tile_n >= 2 * WARPGROUP_ROWS and self.tile_n % 32 == 0
         if not (self.walks_apart and is_wide and self.has_registers_for_parts):
             return ()
@@ -237,8 +228,12 @@ class ForwardConfig:
         """Whether P V too leaves out what is behind the first keys of the block visited first. The block behind it,
         under whose Q K^T that product is made, is there once more for each width."""
         is_whole = self.head_dim == self.head_dim_v and not self.used_head_dim
-        has_widths = (self.head_dim, self.tile_n, self.causal) in ENDING_WIDTHS and self.element_bytes == 2
+        has_widths = self.element_bytes == 2 and self._tiles in ragged.PRODUCT_WIDTHS
         return has_widths and is_whole and self.is_plain and self.pipelined and self.warp_specialized
+
+    @property
+    def _tiles(self) -> tuple[int, int, bool]:
+        return self.head_dim, self.tile_n, self.causal
 
     @property
     def loads_k_ahead(self) -> bool:
@@ -431,7 +426,7 @@ class ForwardConfig:
         """Whether query tiles are counted from the end of the sequence, so that of a length that has no whole tiles the
         first tile is the short one, which sees few keys, and not the last, which sees all."""
         tiles = self.dtype, self.head_dim, self.tile_n
-        is_known = (self.few_keys or tiles in COUNTING_TILES) and self.ends_with_short_tiles
+        is_known = (self.few_keys or tiles in ragged.COUNTING_TILES) and self.ends_with_short_tiles
         return bool(is_known) and self.pipelined and self.walks_apart and not self.used_head_dim
 
     @property
@@ -460,7 +455,7 @@ class ForwardConfig:
     def asks_early(self) -> bool:
         """Whether a CTA that has started early asks for its first tile: for inputs that are in memory, and not in L2,
         the trip there is made while the kernel in front ends."""
-        is_known = (self.head_dim, self.tile_n, self.causal) in ASKING_TILES and self.element_bytes == 2
+        is_known = self._tiles in ASKING_TILES and self.element_bytes == 2
         is_whole = self.is_plain and not self.used_head_dim and self.head_dim == self.head_dim_v
         return is_known and is_whole and self.group == 1 and self.starts_early and self.warp_specialized
 
@@ -469,7 +464,7 @@ class ForwardConfig:
         """Whether the warp that loads waits for the kernel in front, and nobody else: what consumers store comes behind
         what it has loaded. The warps beside it ask meanwhile, and the next kernel is let in once a tile's loads are
         issued."""
-        return self.asks_early and (self.dtype, self.head_dim, self.tile_n, self.causal) in WAITING_TILES
+        return self.asks_early and (self.dtype, *self._tiles) in WAITING_TILES
 
     @property
     def ends_in_halves(self) -> bool:

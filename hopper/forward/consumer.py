@@ -80,7 +80,12 @@ class Consumer(LoopInvariant):
         self._queries_have_come()
         self.queries.read(of_q.index)
         self.output.clear()
-        if const_expr(self.config.pipelined):
+        if const_expr(self.config.lets_blocks_pass):
+            if blocks.m_block * self.config.tile_m + self.wg * WARPGROUP_ROWS < blocks.seqlens.seqlen_q:
+                kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_turn, ending)
+            else:
+                kv_state = self._let_pass(blocks, kv_state, q_turn)
+        elif const_expr(self.config.pipelined):
             kv_state = self._attend_pipelined(scores, blocks, unmasked, kv_state, q_turn, ending)
         else:
             kv_state = self._attend_in_order(scores, blocks, unmasked, kv_state, q_turn)
@@ -89,14 +94,27 @@ class Consumer(LoopInvariant):
         return kv_state
 
     @cute.jit
-    def _leave_out(self, count: Int32, kv_state: PipelineState) -> PipelineState:
+    def _leave_out(
+        self, count: Int32, kv_state: PipelineState, in_turn: cutlass.Constexpr[bool] = False
+    ) -> PipelineState:
         """So many blocks that only other warpgroups visit. They are awaited: a stage may be released once a round."""
         for _ in cutlass.range(count, unroll=1):
             self.pipes.k.consumer_wait(kv_state)
             self.pipes.k.consumer_release(kv_state)
+            if const_expr(in_turn):
+                self.ping_pong.take_turn()
+                self.ping_pong.pass_turn()
             self.pipes.v.consumer_wait(kv_state)
             self.pipes.v.consumer_release(kv_state)
             kv_state.advance()
+        return kv_state
+
+    def _let_pass(self, blocks: KeyBlocks, kv_state: PipelineState, q_turn: Int32) -> PipelineState:
+        """A tile of which this warpgroup has no query: all of its blocks, in the turns of one that visits them. O stays
+        zero, and nobody stores it or its statistics."""
+        kv_state = self._leave_out(1, kv_state, in_turn=self.config.begins_in_turn)
+        kv_state = self._leave_out(blocks.count - 1, kv_state, in_turn=True)
+        self._release_q(q_turn)
         return kv_state
 
     def _queries_have_come(self):

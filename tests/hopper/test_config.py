@@ -304,7 +304,7 @@ def test_blocks_that_divide_no_power_of_two_are_cut_at_the_end():
         assert all(width % 16 == 0 for width in config.first_widths)
         for others in ({"window": True}, {"sinks": True}, {"layout": "varlen"}):
             assert not replace(config, **others).cuts_first_product
-    assert not of(128, True, 4096).cuts_first_product and not of(64, False, 4096).first_widths
+    assert not of(128, True, 4096).cuts_first_product and not of(64, False, 4096).cuts_first_product
 
 
 @pytest.mark.parametrize("head_dim,tile", [(136, 192), (144, 160), (152, 192), (160, 160)])

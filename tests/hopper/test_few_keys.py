@@ -70,9 +70,11 @@ def test_short_ends() -> None:
     assert [few[d].walks_apart for d in few] == [False, False, True]
     assert {few[d].first_widths for d in few} == {(64,)}
     full = chosen(128, False, 512, half_scores=True)
-    assert full.finalizes_early and full.has_divisors and not full.first_widths
-    for config in (replace(few[64], window=True), replace(few[128], layout=VARLEN)):
-        assert not config.shares_first_block and not config.first_widths
+    assert full.finalizes_early and full.has_divisors and not full.shares_first_block
+    window, packed = replace(few[64], window=True), replace(few[128], layout=VARLEN)
+    assert not window.shares_first_block and not window.first_widths
+    # Packed sequences have it where they end.
+    assert not packed.shares_first_block and packed.first_widths == (64,)
 
 
 def test_k_is_loaded_ahead_where_there_are_two_stages() -> None:

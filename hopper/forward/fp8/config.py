@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from cute_kernels.problem import DENSE, MAX_HEAD_DIM, SCORE_FEATURES
+from cute_kernels.problem import DENSE, MAX_HEAD_DIM, SCORE_FEATURES, VARLEN
 from hopper.config import TWO_CONSUMERS, WARPGROUP_ROWS, ForwardConfig
+from hopper.ragged import shares_plain_tiles
 
 FP8_DTYPE = "float8_e4m3fn"
 WIDE_CODES_DTYPE = "float16"
@@ -299,7 +300,44 @@ class Fp8ForwardConfig(ForwardConfig):
         """Also where two warpgroups visit the same blocks: of a diagonal one the first sees half."""
         if self.shares_first_block and self.tile_n == 2 * WARPGROUP_ROWS:
             return (WARPGROUP_ROWS,)
-        return super().first_widths
+        return self._ending_widths if self._cuts_ends else super().first_widths
+
+    @property
+    def lets_blocks_pass(self) -> bool:
+        """Also under a causal mask where keys are few, and of packed sequences at head_dim 256."""
+        is_wide = self.layout == VARLEN and self.head_dim == MAX_HEAD_DIM
+        gains = not self.causal or self._is_for_few_keys or is_wide
+        return gains and not (self.ping_pong or self._loses_by_branches) and shares_plain_tiles(self)
+
+    @property
+    def _loses_by_branches(self) -> bool:
+        """Whether whole lengths take 1 to 6 % longer by them: with lowered queries at head_dim 64; with V in rows and
+        each maximum, without a mask, at 128, and at 256 where O goes from registers. Where lowered queries have scales
+        to find, or there are runs, threads spill at 256; runs are of many keys, beside which an end is nothing."""
+        is_short_of_registers = self.lowers_queries and (self.head_dim == 64 or not self.lone_scales)
+        has_rows = self.v_rows and self.layout == DENSE and self.softmax is Softmax.EAGER and not self.causal
+        is_ordered_otherwise = (has_rows and self.head_dim == 128) or self.o_from_registers
+        return is_short_of_registers or is_ordered_otherwise or self.run_blocks > 0
+
+    @property
+    def _cuts_ends(self) -> bool:
+        """Whether the scores of the block with the last keys are cut: without a mask, and of packed sequences with few
+        keys. On e4m3 tensors of one length at head_dim 128 not where V was transposed before: peaky ones of whole
+        lengths take 1 to 2.5 % longer by it, and just to let blocks pass costs nothing."""
+        is_dense = self.layout == DENSE
+        gains = not self.causal or (self._is_for_few_keys and not is_dense)
+        loses = is_dense and self.head_dim == 128 and self.lowers_queries and not self.v_rows
+        is_known = self.softmax is not Softmax.EXACT and not self.two_level
+        has_width = self.tile_n == 2 * WARPGROUP_ROWS
+        return self.lets_blocks_pass and is_known and has_width and gains and not loses
+
+    @property
+    def _ending_widths(self) -> tuple[int, ...]:
+        """Of ``_cuts_ends``: steps of P V at head_dim 64, where scores are most of the work. Elsewhere, and where parts
+        take each maximum, more widths than one take longer."""
+        is_fast = self.softmax is Softmax.HALF_SCORES or (self.softmax is Softmax.EAGER and self.lone_scales)
+        step = FP8_KEYS_PER_STEP if self.head_dim == 64 and is_fast else WARPGROUP_ROWS
+        return tuple(range(step, self.tile_n, step))
 
     @property
     def has_divisors(self) -> bool:
