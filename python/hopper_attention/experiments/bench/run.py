@@ -443,14 +443,15 @@ def run_forward(
 
     Args:
         problems: what to run, in this order.
-        peers: rows of the suite's registry; those that are not available are listed in the report with the reason.
+        peers: rows of the suite's registry; those that are not available are listed in the report with the reason, and
+            told to ``progress`` before anything runs.
         setting: device and library paths.
         effort: how long to measure. Time spent in first calls, which may compile, does not count.
         suite: which benchmark this is a run of.
         sustained_s: seconds that ours and the fastest other peer run without a pause behind the rounds of some problems
             (``SustainedRows.of``), 0 for none.
         commit: what is measured, if not what git or a file COMMIT says.
-        progress: called with a line as each problem starts.
+        progress: called with a line for each peer that is missing, and as each problem starts.
         save: called with the report so far after each problem.
 
     Raises:
@@ -459,6 +460,9 @@ def run_forward(
     gauge = find_gauge(setting.device)
     infos = inspect_peers(peers, setting)
     present = [peer for peer in peers if not infos[peer.name].unavailable]
+    for name, info in infos.items():
+        if info.unavailable:
+            progress(f"without {name}: {info.unavailable}")
     report = ForwardReport(
         machine=describe_machine(setting.device, gauge),
         commit=commit or find_commit(repository_root()),

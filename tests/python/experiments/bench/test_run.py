@@ -505,6 +505,16 @@ def test_a_run_checks_times_and_saves_cell_by_cell(monkeypatch: pytest.MonkeyPat
     assert "absent" not in cell.peers
 
 
+def test_who_is_missing_is_told_before_anything_runs() -> None:
+    """As a run takes minutes, and is of little use without the peer that was forgotten."""
+    lines: list[str] = []
+    effort = Effort(measure_s=1e-4, min_rounds=1, max_rounds=1)
+    peers = fake_peer("ours"), absent_peer("fa3")
+    report = bench.run_forward((SMALL,), peers, SETTING, effort, commit="c0ffee", progress=lines.append)
+    assert lines == ["without fa3: not installed", f"[1/1] {SMALL.name}"]
+    assert report.peers["fa3"].unavailable == "not installed"
+
+
 def test_peers_also_run_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = FakeStopwatch({"ours": Calibration(1e-3, 1e-5), "fa3": Calibration(2e-3, 1e-5)})
     monkeypatch.setattr(bench, "stopwatch_for", lambda device: watch)
