@@ -2,7 +2,8 @@
 imports the DSL.
 
 Without a mask a last tile of few queries attends to as many keys as any other, and each tile's block of the last keys
-costs as much as a whole one. Each rule names the kernels for which it was timed, and is faster (`ragged_ends.json`).
+costs as much as a whole one. Rules are from measurements (`ragged_ends.json`), and leave out the kernels that are
+slower by it; head_dims between those that were timed go with their neighbours.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ cut to. At head_dim 80 whole lengths lose up to 2.5 %, with 64 rows and 96 keys 
 
 SLOWER_BY_PASSING = {(160, 160, DENSE), (192, 128, DENSE), (192, 128, VARLEN)}
 """Of 16 bits, by head_dim, head_dim_v and layout: whole lengths lose 1 to 3.5 %, and at 160 random ones gain
-nothing. Packed ones of 192 were not timed."""
+nothing. Packed ones of 192 with V of 128 were not timed."""
 
 
 def lets_blocks_pass(config: ForwardConfig) -> bool:
     """Whether a warpgroup of whose rows none is a query lets the blocks of its tile pass, in 16 bits: without a mask,
-    where nothing is done to scores. At head_dim 72 that gains nothing. The two that share a tile of blocks of 128 keys
-    at head_dim 128 are left alone: with a branch around them ptxas makes one product wait for the other, and calls take
-    half as long again."""
+    where nothing is done to scores. At head_dim 72 that gains nothing. Dense calls at head_dim 128 in blocks of 128
+    keys are left alone: with a branch around them ptxas makes one product wait for the other, and calls take half as
+    long again."""
     c = config
     is_slower = (c.head_dim, c.head_dim_v, c.layout) in SLOWER_BY_PASSING
     gains_nothing = c.head_dim == 80 and c.used_head_dim > 0

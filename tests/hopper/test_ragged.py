@@ -59,7 +59,8 @@ def test_fp8_kernels_that_let_blocks_pass() -> None:
     for head_dim in (64, 128, 256):
         for keys in (400, 2048):
             assert fp8(head_dim, keys, **PARTS).lets_blocks_pass
-        assert fp8(head_dim, 400, **TENSORS).lets_blocks_pass
+        assert fp8(head_dim, 400, **TENSORS).lets_blocks_pass == (head_dim == 64)
+        assert fp8(head_dim, 400, layout=VARLEN, **TENSORS).lets_blocks_pass
         assert fp8(head_dim, 2048, exact_lse=True).lets_blocks_pass == (head_dim < 256)
     assert fp8(128, 2048, **TENSORS).lets_blocks_pass and not fp8(64, 2048, **TENSORS).lets_blocks_pass
     few_causal = [fp8(head_dim, 400, causal=True, **PARTS) for head_dim in (64, 128, 256)]

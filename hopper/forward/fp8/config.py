@@ -311,21 +311,22 @@ class Fp8ForwardConfig(ForwardConfig):
 
     @property
     def _loses_by_branches(self) -> bool:
-        """Whether whole lengths take 1 to 6 % longer by them: with lowered queries at head_dim 64; with V in rows and
-        each maximum, without a mask, at 128, and at 256 where O goes from registers. Where lowered queries have scales
-        to find, or there are runs, threads spill at 256; runs are of many keys, beside which an end is nothing."""
+        """Whether whole lengths take 1 to 6 % longer by them: with lowered queries at head_dim 64; on e4m3 tensors of
+        one length that take each maximum, without a mask, at 128 and 256; where O goes from registers. Where lowered
+        queries have scales to find, or there are runs, threads spill at 256; runs are of many keys, beside which an
+        end is nothing."""
         is_short_of_registers = self.lowers_queries and (self.head_dim == 64 or not self.lone_scales)
-        has_rows = self.v_rows and self.layout == DENSE and self.softmax is Softmax.EAGER and not self.causal
-        is_ordered_otherwise = (has_rows and self.head_dim == 128) or self.o_from_registers
-        return is_short_of_registers or is_ordered_otherwise or self.run_blocks > 0
+        takes_each = self.softmax is Softmax.EAGER and self.lone_scales and not self.causal
+        is_slower = takes_each and self.layout == DENSE and self.head_dim in (128, MAX_HEAD_DIM)
+        return is_short_of_registers or is_slower or self.o_from_registers or self.run_blocks > 0
 
     @property
     def _cuts_ends(self) -> bool:
         """Whether the scores of the block with the last keys are cut: without a mask, and of packed sequences with few
-        keys. On e4m3 tensors of one length at head_dim 128 not where V was transposed before: peaky ones of whole
-        lengths take 1 to 2.5 % longer by it, and just to let blocks pass costs nothing."""
+        keys at head_dim 128. Not with lowered queries there where V was transposed before: peaky ones of whole lengths
+        take 1 to 2.5 % longer by it, and just to let blocks pass costs nothing."""
         is_dense = self.layout == DENSE
-        gains = not self.causal or (self._is_for_few_keys and not is_dense)
+        gains = not self.causal or (self._is_for_few_keys and not is_dense and self.head_dim == 128)
         loses = is_dense and self.head_dim == 128 and self.lowers_queries and not self.v_rows
         is_known = self.softmax is not Softmax.EXACT and not self.two_level
         has_width = self.tile_n == 2 * WARPGROUP_ROWS
